@@ -155,10 +155,10 @@ def scheduler_half(
     return NixlOffloadScheduler(spec, vllm_config(world_size), caches)
 
 
-def ranks(count: int = 1) -> list[RankGeometry]:
-    """Return the geometries of ``count`` equal ranks."""
-    plan = uncut_plan(count, 1)
-    return [RankGeometry(rank, (SLOT,), f"{rank:064x}", plan, ("CPU_ATTN",), weights="ab") for rank in range(count)]
+def ranks(count: int = 1, groups: int = 1) -> list[RankGeometry]:
+    """Return the geometries of ``count`` equal ranks with ``groups`` KV cache groups."""
+    plan, slots = uncut_plan(count, groups), (SLOT,) * groups
+    return [RankGeometry(rank, slots, f"{rank:064x}", plan, ("CPU_ATTN",), weights="ab") for rank in range(count)]
 
 
 def ranks_open(manager: NixlOffloadManager, count: int = 1) -> None:
@@ -212,17 +212,28 @@ class Rig:
     """
 
     def __init__(
-        self, config: Config | None = None, world_size: int = 1, *, events: bool = True, is_open: bool = True
+        self,
+        config: Config | None = None,
+        world_size: int = 1,
+        *,
+        events: bool = True,
+        is_open: bool = True,
+        offloading: OffloadingConfig | None = None,
+        caches: Any = None,
     ) -> None:
-        """``config``: by default a memory tier. ``is_open``: whether the ranks have opened their tiers."""
+        """``config``: by default a memory tier. ``is_open``: whether the ranks have opened their tiers. ``offloading``,
+        ``caches``: vLLM's configs, instead of the default ones.
+        """
         init_none_hash(sha256)
-        offloading = offloading_config(world_size, events=events)
-        self.scheduler = scheduler_half(config or config_of(memory_tier(64)), world_size, offloading=offloading)
+        offloading = offloading or offloading_config(world_size, events=events)
+        config = config or config_of(memory_tier(64))
+        self.scheduler = scheduler_half(config, world_size, offloading=offloading, caches=caches)
         self.manager = self.scheduler.offload_manager
-        self.manager.open(ranks(world_size))
+        self.manager.open(ranks(world_size, len(offloading.groups)))
         if is_open:
             ranks_open(self.manager, world_size)
         self._world_size = world_size
+        self._hash_tokens = offloading.cache.tokens_per_hash
         self._scheduled: list[Any] = []
 
     def close(self) -> None:
@@ -231,11 +242,9 @@ class Rig:
 
     # Requests, and steps of the scheduler
 
-    def arrive(
-        self, name: str, tokens: Sequence[int], *, salt: str | None = None, adapter: Any = None, params: Any = None
-    ) -> Request:
-        """Add a request with these tokens; ``params``: its ``kv_transfer_params``."""
-        request = request_of(name, tokens, salt=salt, adapter=adapter, params=params)
+    def arrive(self, name: str, tokens: Sequence[int], **fields: Any) -> Request:
+        """Add a request with these tokens; ``fields`` are ``request_of``'s."""
+        request = request_of(name, tokens, hash_tokens=self._hash_tokens, **fields)
         self.scheduler.on_new_request(request)
         self.state(name).update_offload_keys()
         return request
@@ -253,12 +262,14 @@ class Rig:
     def ask(self, name: str, computed: int = 0, most: int | None = None) -> tuple[int | None, bool]:
         return self.scheduler.get_num_new_matched_tokens(self.state(name).req, computed, most)
 
-    def allocate(self, name: str, block_ids: Sequence[int], loaded_tokens: int = 0) -> None:
-        """Give blocks to a request. Without a load, it is scheduled in the next step."""
+    def allocate(self, name: str, *block_ids: Sequence[int], loaded_tokens: int = 0) -> None:
+        """Give blocks of each KV cache group to a request. Without a load, it is scheduled in the next step."""
         request = self.state(name).req
-        self.scheduler.update_state_after_alloc(request, allocated(block_ids), loaded_tokens)
+        self.scheduler.update_state_after_alloc(request, allocated(*block_ids), loaded_tokens)
         if not loaded_tokens:
-            self._scheduled.append(SimpleNamespace(req_id=name, block_ids=(block_ids,), num_computed_tokens=0))
+            self._scheduled.append(
+                SimpleNamespace(req_id=name, block_ids=block_ids, num_computed_tokens=request.num_computed_tokens)
+            )
 
     def step(self, tokens: Mapping[str, int] | None = None, **fields: Any) -> Any:
         """Schedule a step. ``tokens``: how many each request computes. ``fields``: of vLLM's ``SchedulerOutput``."""
@@ -345,11 +356,17 @@ def numbers(found: Sequence[bytes]) -> list[int]:
 
 
 def request_of(
-    name: str, tokens: Sequence[int], *, salt: str | None = None, adapter: Any = None, params: Any = None
+    name: str,
+    tokens: Sequence[int],
+    *,
+    salt: str | None = None,
+    adapter: Any = None,
+    params: Any = None,
+    hash_tokens: int = BLOCK_TOKENS,
 ) -> Request:
-    """Return a request as the engine makes it from one that has come."""
+    """Return a request as the engine makes it from one that has come; ``params``: its ``kv_transfer_params``."""
     sampling = SamplingParams(max_tokens=9, extra_args={"kv_transfer_params": params})
-    hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+    hasher = get_request_block_hasher(hash_tokens, sha256)
     return Request(name, list(tokens), sampling, None, lora_request=adapter, cache_salt=salt, block_hasher=hasher)
 
 

@@ -84,7 +84,7 @@ def test_a_load_of_ours_keeps_no_store_waiting(steps: Steps) -> None:
     steps.store_keys(steps.keys("loads")[:2])
     assert steps.ask("loads") == (2 * CHUNK_TOKENS, True)
     blocks = range(1, PROMPT_CHUNKS * BLOCKS_PER_CHUNK + 1)
-    steps.allocate("loads", blocks, 2 * CHUNK_TOKENS)
+    steps.allocate("loads", blocks, loaded_tokens=2 * CHUNK_TOKENS)
     [job] = steps.step().load_jobs
     steps.hear(completed_jobs={job: 1}, tickets={ticket: TicketReport() for ticket in range(9)})
     request.num_computed_tokens, request.status = 2 * CHUNK_TOKENS, RequestStatus.RUNNING

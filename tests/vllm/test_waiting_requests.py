@@ -50,7 +50,7 @@ def load(half: Rig) -> int:
     """The job of a load of the whole prompt that is under way."""
     half.arrive("loads", PROMPT)
     assert half.ask("loads") == WHOLE
-    half.allocate("loads", BLOCKS, CHUNKS * CHUNK_TOKENS)
+    half.allocate("loads", BLOCKS, loaded_tokens=CHUNKS * CHUNK_TOKENS)
     [job] = half.step().load_jobs
     return int(job)
 
@@ -91,7 +91,7 @@ def test_what_lies_before_the_chunks_of_a_load_that_hangs_is_loaded(half: Rig, l
     """The GPU's cache has the first two chunks of the request whose load hangs."""
     half.arrive("loads", PROMPT)
     assert half.ask("loads", 2 * CHUNK_TOKENS) == (2 * CHUNK_TOKENS, True)
-    half.allocate("loads", BLOCKS, 2 * CHUNK_TOKENS)
+    half.allocate("loads", BLOCKS, loaded_tokens=2 * CHUNK_TOKENS)
     half.step()
     half.arrive("waits", PROMPT)
     assert half.ask("waits") == NOT_YET
