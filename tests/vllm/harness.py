@@ -151,6 +151,14 @@ def several(*connectors: Mapping[str, Any], policy: str = "recompute") -> dict[s
     }
 
 
+def ask_anew(engine: Engine, asked: list[list[int]], **options: Any) -> list[Answer]:
+    """Return answers to prompts of which vLLM remembers nothing. What is to be stored before is stored."""
+    assert engine.settle(), "something is still waiting"
+    assert engine.reset_prefix_cache()
+    engine.worker("clear_kv")
+    return engine.generate(asked, **options)
+
+
 def same(answers: Sequence[Answer], others: Sequence[Answer]) -> bool:
     """Whether tokens and logprobs are the same, to the last bit."""
     return all(answer.same_as(other) for answer, other in zip(answers, others, strict=True))

@@ -14,7 +14,7 @@ import pytest
 
 from examples.demo.engine import transfer_config
 from tests.vllm.damage import Reference
-from tests.vllm.harness import TAIL_TOKENS, Answer, Engine, Workshop, close, file_tier, prompts, several
+from tests.vllm.harness import TAIL_TOKENS, Answer, Engine, Workshop, ask_anew, close, file_tier, prompts, several
 
 [PROMPT, OTHER_PROMPT] = prompts(2, seed=93)
 ONE_STEP = {"max_num_batched_tokens": 2048}
@@ -43,15 +43,12 @@ def beside_example(
     return several(*(children[at] for at in order), policy=policy)
 
 
-def ask_anew(engine: Engine, example: Path, *, forgets_example: bool = True) -> Answer:
+def ask_ours(engine: Engine, example: Path) -> Answer:
     """Ask for ``PROMPT`` without what vLLM remembers, and without the other's files."""
     assert engine.settle()
-    assert engine.reset_prefix_cache()
-    engine.worker("clear_kv")
-    if forgets_example:
-        shutil.rmtree(example)
-        example.mkdir()
-    [answer] = engine.generate([PROMPT])
+    shutil.rmtree(example)
+    example.mkdir()
+    [answer] = ask_anew(engine, [PROMPT])
     return answer
 
 
@@ -69,11 +66,11 @@ def test_both_store_and_each_serves(workshop: Workshop, order: list[int], right:
         assert engine.settle()
         assert engine.stored_bytes() > 0
         assert any(example.iterdir())
-        served = ask_anew(engine, example, forgets_example=False)
+        [served] = ask_anew(engine, [PROMPT])
         assert served.external_hit_tokens >= CHUNKS_TOKENS
         assert close(served, right[0])
         assert (served.loaded_bytes > 0) is (order[0] == 0)
-        served = ask_anew(engine, example)
+        served = ask_ours(engine, example)
         assert served.external_hit_tokens == CHUNKS_TOKENS
         assert served.loaded_bytes > 0
         assert close(served, right[0])
@@ -114,9 +111,9 @@ def test_what_another_connector_failed_to_load_is_not_stored(
                 assert close(answer, right[0])
             warns = "MultiConnector has kv_load_failure_policy fail" in engine.log.read_text(errors="replace")
             assert warns == (then == "fail")
-            answer = ask_anew(engine, example)
+            answer = ask_ours(engine, example)
             engine.generate([longer])
         assert close(answer, right[0])
-        answer = ask_anew(engine, example)
+        answer = ask_ours(engine, example)
         assert answer.loaded_bytes > 0
         assert close(answer, right[0])

@@ -18,7 +18,7 @@ from nixl_offload.vllm import connector as connector_module
 from nixl_offload.vllm.connector import NixlOffloadConnector
 from nixl_offload.vllm.kv_caches import without_padding
 from tests.vllm.blocks_outermost import ENVIRONMENT
-from tests.vllm.harness import TINY, ModelShape, Workshop, assert_same, file_tier, prompts
+from tests.vllm.harness import TINY, ModelShape, Workshop, ask_anew, assert_same, file_tier, prompts
 
 EXTENSION = "tests.vllm.blocks_outermost.BlocksOutermostExtension"
 
@@ -43,10 +43,7 @@ def test_stored_and_loaded_bit_by_bit(
         assert all(stride > page for stride, page in strides), "the layout is not block-outermost"
         assert engine.worker("why_not_by_heads") == [None]
         first = engine.generate(asked)
-        assert engine.settle()
-        assert engine.reset_prefix_cache()
-        engine.worker("clear_kv")
-        second = engine.generate(asked)
+        second = ask_anew(engine, asked)
         assert all(answer.external_hit_tokens > 0 for answer in second)
         log = Path(engine.log).read_text(encoding="utf-8", errors="replace")
     assert_same(second, first)

@@ -11,7 +11,7 @@ import pytest
 from examples.demo.model import TINY_HYBRID
 from tests.contract.emulation.build import Control, build_emulation
 from tests.vllm.blocks_outermost import ENVIRONMENT
-from tests.vllm.harness import TINY, ModelShape, Workshop, assert_same, chain_config, prompts
+from tests.vllm.harness import TINY, ModelShape, Workshop, ask_anew, assert_same, chain_config, prompts
 
 EXTENSION = "tests.vllm.emulated_gpu.EmulatedGpuExtension"
 
@@ -54,10 +54,7 @@ def test_answers_are_right_and_damage_is_noticed(
         shape, chain_config(tier), worker_extension_cls=EXTENSION, environment=surroundings
     ) as engine:
         computed = engine.generate(asked)
-        assert engine.settle()
-        assert engine.reset_prefix_cache()
-        engine.worker("clear_kv")
-        loaded = engine.generate(asked)
+        loaded = ask_anew(engine, asked)
         assert all(answer.external_hit_tokens > 0 for answer in loaded)
         assert control["reads"] > 0, "not by cuFile"
         assert control["writes"] > 0, "not by cuFile"

@@ -25,6 +25,7 @@ from tests.vllm.harness import (
     Engine,
     ModelShape,
     Workshop,
+    ask_anew,
     assert_same,
     close,
     prompts,
@@ -58,16 +59,9 @@ class Scene:
     def has_windows(self) -> bool:
         return self.shape.sliding_window is not None
 
-    def ask_anew(self, asked: list[list[int]]) -> list[Answer]:
-        """Ask without what vLLM remembers."""
-        assert self.engine.settle(), "something is still waiting"
-        assert self.engine.reset_prefix_cache()
-        self.engine.worker("clear_kv")
-        return self.engine.generate(asked)
-
     def all_loaded(self, asked: list[list[int]], right: list[Answer]) -> None:
         """Every full chunk comes from the connector, and the answers are the same to the last bit."""
-        answers = self.ask_anew(asked)
+        answers = ask_anew(self.engine, asked)
         assert [answer.external_hit_tokens for answer in answers] == [FULL_TOKENS] * len(answers)
         assert [answer.cached_tokens for answer in answers] == [FULL_TOKENS] * len(answers)
         assert_same(answers, right)
@@ -120,12 +114,11 @@ def test_what_is_stored_is_found_and_changes_no_answer(scene: Scene) -> None:
     assert [answer.cached_tokens for answer in together] == [FULL_TOKENS] * len(PROMPTS)
     assert all(close(answer, right) for answer, right in zip(together, scene.right["each"], strict=True))
     # Of a sliding-window group vLLM stores just the last window, so there a prefix that ends earlier is a miss.
-    [answer] = scene.ask_anew([FORK])
+    [answer] = ask_anew(engine, [FORK])
     assert answer.external_hit_tokens == (0 if scene.has_windows else 2 * MAX_BATCHED_TOKENS)
     assert_same([answer], scene.right["fork"])
     scene.all_loaded([FORK], scene.right["fork"])
-    assert engine.reset_prefix_cache()
-    [answer] = engine.generate([FORK], salt="another tenant's")
+    [answer] = ask_anew(engine, [FORK], salt="another tenant's")
     assert answer.external_hit_tokens == 0
     assert_same([answer], scene.right["fork"])
 

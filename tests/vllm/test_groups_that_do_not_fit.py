@@ -10,7 +10,7 @@ import pytest
 
 from examples.demo.model import TINY_HYBRID
 from tests.families.models import FAMILIES
-from tests.vllm.harness import Workshop, file_tier, prompts
+from tests.vllm.harness import Workshop, ask_anew, file_tier, prompts
 
 
 def test_blocks_that_no_hash_fits(workshop: Workshop, tmp_path: Path) -> None:
@@ -39,10 +39,7 @@ def test_a_retention_interval_below_the_chunk_makes_the_chunk_smaller(
     ) as engine:
         [prompt] = prompts(1, seed=12, shape=TINY_HYBRID)
         [right] = engine.generate([prompt])
-        assert engine.settle()
-        assert engine.reset_prefix_cache()
-        engine.worker("clear_kv")
-        [answer] = engine.generate([prompt])
+        [answer] = ask_anew(engine, [prompt])
         assert answer.external_hit_tokens > 0
         assert answer.same_as(right)
         says = f"A chunk is {chunk_tokens} tokens, not 256: prefix_cache_retention_interval" in engine.log.read_text()

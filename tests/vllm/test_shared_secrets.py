@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from examples.demo.engine import EngineError, quick_environment
+from examples.demo.engine import EngineError
 from tests.s3.proxy import Answer as Reply, Cut, FaultProxy, Reset
 from tests.s3.servers import RcloneServer
 from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, chunk_prompts, hits, let_beliefs_lapse, side_by_side
-from tests.vllm.harness import ONE_CORE, Workshop
+from tests.vllm.harness import Workshop, forked_workshop
 from tests.vllm.media import LOOKING, MOVERS, bucket
-from tests.vllm.zygote import Zygote
 
 SECRET_KEY = "sEcReTkEyThatNobodyMaySee0123456789abcdef"
 SESSION_TOKEN = "sEsSiOnToKenThatNobodyMaySee0123456789abcdef"
@@ -68,11 +67,8 @@ def talkative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Talkative]:
         "NIXL_LOG_LEVEL": "DEBUG",
         "RUST_LOG": "debug",
     }
-    zygote = Zygote(scratch / "log", {**quick_environment(scratch=scratch, in_process=True), **ONE_CORE, **talk})
-    made = Workshop(zygote)
-    yield Talkative(made, talk)
-    made.close()
-    zygote.close()
+    with forked_workshop(scratch, **talk) as made:
+        yield Talkative(made, talk)
 
 
 def _is_silent(text: str) -> None:
