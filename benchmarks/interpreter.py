@@ -30,12 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.v1.kv_offload.base import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    GPULoadStoreSpec,
-)
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
 from benchmarks import tables
 from nixl_offload.catalog.catalog import LoadTicket, StoreTicket

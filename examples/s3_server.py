@@ -99,9 +99,7 @@ class S3Server(ABC):
         from botocore.config import Config
 
         session = boto3.session.Session(
-            aws_access_key_id=self.access_key_id,
-            aws_secret_access_key=self.secret_access_key,
-            region_name=REGION,
+            aws_access_key_id=self.access_key_id, aws_secret_access_key=self.secret_access_key, region_name=REGION
         )
         config = Config(
             s3={"addressing_style": "path"},

@@ -36,11 +36,7 @@ class Part(NamedTuple):
 
 def parts(source: Path) -> list[Part]:
     """Return what is tried, the quickest first. A wheel has none of vLLM's own tests."""
-    contract = (
-        "tests/vllm/test_contract.py",
-        "tests/vllm/test_lookups.py",
-        "tests/vllm/test_identity.py",
-    )
+    contract = ("tests/vllm/test_contract.py", "tests/vllm/test_lookups.py", "tests/vllm/test_identity.py")
     rigs = ("tests/vllm/test_end_to_end.py", "tests/vllm/test_hints.py", "tests/vllm/test_faults.py")
     upstream = f"import sys, pathlib, tests.upstream.run as u; sys.exit(u.run(pathlib.Path({str(source)!r}), []))"
     own = Part("vLLM's own tests of offloading over our half", (sys.executable, "-c", upstream), 300)

@@ -26,14 +26,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from nixl_offload.types import Verify
-from nixl_offload.units import (
-    DURATION_PATTERN,
-    SIZE_PATTERN,
-    format_duration,
-    format_size,
-    parse_duration,
-    parse_size,
-)
+from nixl_offload.units import DURATION_PATTERN, SIZE_PATTERN, format_duration, format_size, parse_duration, parse_size
 
 _LONGEST_S: Final = 36_500 * 86_400.0
 """A hundred years: more is a slip, and overflows clocks."""

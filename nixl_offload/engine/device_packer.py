@@ -18,17 +18,7 @@ import torch
 from nixl_offload.chunk.header import HEADER_BYTES, Pages
 from nixl_offload.engine.host import PIN_PIECE_BYTES
 from nixl_offload.engine.kernels.torch_kernels import Page, open_kernels
-from nixl_offload.engine.packer import (
-    BlockIds,
-    Brought,
-    HostPacker,
-    Packer,
-    Parts,
-    Payload,
-    Source,
-    Sources,
-    Summed,
-)
+from nixl_offload.engine.packer import BlockIds, Brought, HostPacker, Packer, Parts, Payload, Source, Sources, Summed
 from nixl_offload.engine.streams import READY, Device, Fence
 
 BROUGHT_BYTES = 64 << 20

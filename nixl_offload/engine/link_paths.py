@@ -268,10 +268,7 @@ class LinkPaths(TierPaths):
                 self.complaints.crashed(bug, "undo")
 
     def _call_link(
-        self,
-        chunks: Sequence[Chunk],
-        calls: Sequence[Generator[None, None, T]],
-        answered: Callable[[Chunk, T], None],
+        self, chunks: Sequence[Chunk], calls: Sequence[Generator[None, None, T]], answered: Callable[[Chunk, T], None]
     ) -> Steps:
         """Run one link call per chunk, concurrently. A chunk whose call raises is FAILED."""
         running = list(zip(chunks, calls, strict=True))

@@ -134,10 +134,7 @@ _BY_REASON: Final[Mapping[str, Mapping[str, str]]] = {
         """,
         _LOGS: "use_tqdm_on_load",
     },
-    "LoRAConfig": {
-        "how many adapters are kept": "max_cpu_loras",
-        "how many adapters a batch may have": "max_loras",
-    },
+    "LoRAConfig": {"how many adapters are kept": "max_cpu_loras", "how many adapters a batch may have": "max_loras"},
     "SpeculativeConfig": {
         _SAMPLING: """
             draft_sample_method fly_entropy_threshold fly_entropy_top_k fly_window_size rejection_sample_method
@@ -155,9 +152,7 @@ _BY_REASON: Final[Mapping[str, Mapping[str, str]]] = {
             enable_flashinfer_autotune enable_rocm_segmented_attn_autotune
         """,
     },
-    "AttentionConfig": {
-        "the namespace has what the ranks really use": "backend",
-    },
+    "AttentionConfig": {"the namespace has what the ranks really use": "backend"},
     "CompilationConfig": {
         _COMPILE: """
             backend cache_dir compile_cache_save_format compile_mm_encoder compile_ranges_endpoints compile_sizes

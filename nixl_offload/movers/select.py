@@ -105,12 +105,7 @@ def make_mover(name: str, *, threads: int = 8) -> Mover:
 
 
 def open_mover(
-    kind: MoverChoice,
-    memory_kind: MemoryKind,
-    directory: str,
-    *,
-    threads: int = 8,
-    scratch: MemoryRegion | None = None,
+    kind: MoverChoice, memory_kind: MemoryKind, directory: str, *, threads: int = 8, scratch: MemoryRegion | None = None
 ) -> ProbedMover:
     """Open the best mover of ``kind`` that can really move bytes between this memory and a file in ``directory``.
 

@@ -291,11 +291,7 @@ class BucketStore(Store):
             if address.ca_bundle:
                 client["root_certificate"] = Path(address.ca_bundle).read_bytes()
             store = S3Store(
-                address.bucket,
-                config=config,
-                client_options=client,
-                retry_config=retries,
-                credential_provider=provider,
+                address.bucket, config=config, client_options=client, retry_config=retries, credential_provider=provider
             )
         except (BaseError, OSError, ValueError) as error:
             text = f"{self.where}: obstore takes no such address, certificates or options ({type(error).__name__})"

@@ -131,9 +131,7 @@ class NixlOffloadManager(OffloadingManager):
         """Chunks that ``take_events`` has reported as gone from some tier. The caller empties it."""
         self.metrics: Final = MetricsReporter([tier.kind for tier in config.tiers])
         self.decider: Final = LoadDecider(
-            len(config.tiers),
-            token_bytes=self._token_bytes,
-            skips_slow=config.slow_hits == "skip",
+            len(config.tiers), token_bytes=self._token_bytes, skips_slow=config.slow_hits == "skip"
         )
         """Decides how much of a hit is loaded."""
         self._make_catalog()

@@ -294,13 +294,7 @@ def _compare_with_kv_cache(memory_bytes: int, tensors: Sequence[torch.Tensor], r
 
 @unbound()
 def open_tier_engine(
-    config: Config,
-    position: int,
-    place: Place,
-    memory: RankMemory,
-    rank: int,
-    planned: str | None,
-    table: JobTable,
+    config: Config, position: int, place: Place, memory: RankMemory, rank: int, planned: str | None, table: JobTable
 ) -> TierEngine:
     """Open this rank's link to a tier, its mover, and the engine that owns both, for jobs in ``table``. ``memory`` must
     outlive it.

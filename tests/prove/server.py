@@ -156,13 +156,7 @@ class Server:
     """One run of a server. Tiers open in the background, as in vLLM's two halves; ``step`` takes them over."""
 
     def __init__(
-        self,
-        config: Config,
-        *,
-        shape: str = "two_groups",
-        ranks: int = 1,
-        mover: str = "",
-        is_hasty: bool = False,
+        self, config: Config, *, shape: str = "two_groups", ranks: int = 1, mover: str = "", is_hasty: bool = False
     ) -> None:
         """``mover``: ``copy`` or a POSIX mover; "": the config's. ``is_hasty``: the model reuses a store's blocks at
         once, and stores that take longer are dropped.

@@ -49,12 +49,7 @@ make = pytest.fixture(rigs)
 @pytest.mark.parametrize("verify", ["checksum", "header"])
 @pytest.mark.parametrize("name", MOVERS)
 def test_a_bucket_gives_back_what_was_stored_or_nothing(
-    make: Make,
-    mover: Callable[..., Mover],
-    rclone: RcloneServer,
-    prefix: str,
-    name: str,
-    verify: str,
+    make: Make, mover: Callable[..., Mover], rclone: RcloneServer, prefix: str, name: str, verify: str
 ) -> None:
     """Stored by one engine and loaded by another, whole and in part; then damaged in every way."""
     first = make("packed_blocks", link=objects(), mover=mover(name))

@@ -136,9 +136,7 @@ SHAPES = {
     "direct_blocks": Shape.layers(1, 8192, direct=True),
     "direct_per_layer": Shape.layers(2, 4096, stride=8192, direct=True),
     "direct_head_shards": Shape(
-        ((16384, 16384),),
-        (runs((0, 0, 4096), (0, 8192, 4096)), runs((0, 4096, 4096), (0, 12288, 4096))),
-        direct=True,
+        ((16384, 16384),), (runs((0, 0, 4096), (0, 8192, 4096)), runs((0, 4096, 4096), (0, 12288, 4096))), direct=True
     ),
 }
 
@@ -187,10 +185,7 @@ class Driven:
     engine: Any
 
     def __init__(
-        self,
-        shape: str | Shape,
-        seed: int = 1,
-        cache: tuple[list[torch.Tensor], list[Bytes], KVLayout] | None = None,
+        self, shape: str | Shape, seed: int = 1, cache: tuple[list[torch.Tensor], list[Bytes], KVLayout] | None = None
     ) -> None:
         """``cache``: instead of a new ``kv_cache``."""
         self.shape = SHAPES[shape] if isinstance(shape, str) else shape

@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nixl_offload.config import (
-    from_extra_config,
-    kv_transfer_config,
-    load_config,
-    merge_extra_config,
-    parse_config,
-)
+from nixl_offload.config import from_extra_config, kv_transfer_config, load_config, merge_extra_config, parse_config
 from nixl_offload.errors import ConfigError
 from nixl_offload.units import parse_duration, parse_size
 
@@ -151,8 +145,7 @@ def test_directories_side_by_side_are_taken() -> None:
 
 def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
     message = file_refusal(
-        tmp_path,
-        "tenent: a\ntiers:\n  - kind: slab\n    path: /mnt/kv\n    capacity: 500 gigs\nchunk_tokens: x\n",
+        tmp_path, "tenent: a\ntiers:\n  - kind: slab\n    path: /mnt/kv\n    capacity: 500 gigs\nchunk_tokens: x\n"
     )
     assert [line.split(": ")[:2] for line in message.splitlines()] == [
         ["kv.yaml:1", "tenent"],

@@ -56,8 +56,7 @@ def _triton_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "between", "first"),
-    [([4096, 1024], 8, 0), ([1004, 300], 0, 4), ([1000, 31], 3, 1), ([100, 40], 0, 0)],
+    ("sizes", "between", "first"), [([4096, 1024], 8, 0), ([1004, 300], 0, 4), ([1000, 31], 3, 1), ([100, 40], 0, 0)]
 )
 @pytest.mark.parametrize(("gap", "shift", "offset"), [(0, 0, 0), (24, 8, 0), (1, 3, 0), (0, 0, 6)])
 def test_torch_copies_and_sums_exactly(

@@ -28,13 +28,7 @@ from tests.unit.device_rig import ThreadedDevice, ThreadedStream
 from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, NUM_BLOCKS, SHAPES, MemoryRig, opened, until
 from tests.unit.rank_rig import causes_of
 
-OK, FAILED, CORRUPT, DROPPED, TAINTED = (
-    Outcome.OK,
-    Outcome.FAILED,
-    Outcome.CORRUPT,
-    Outcome.DROPPED,
-    Outcome.TAINTED,
-)
+OK, FAILED, CORRUPT, DROPPED, TAINTED = (Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED, Outcome.TAINTED)
 Make = Callable[..., MemoryRig]
 
 

@@ -7,13 +7,7 @@ from hypothesis import given, strategies as st
 
 from nixl_offload.stores.base import ObjectInfo
 from nixl_offload.tiers.shared.inspect import group_chunks
-from nixl_offload.tiers.shared.naming import (
-    ShardName,
-    manifest_name,
-    parse_manifest_name,
-    parse_shard_name,
-    shard_name,
-)
+from nixl_offload.tiers.shared.naming import ShardName, manifest_name, parse_manifest_name, parse_shard_name, shard_name
 from nixl_offload.types import Key
 
 NAMESPACE = "0123456789abcdef" * 2

@@ -21,16 +21,7 @@ from nixl_offload.hardware.mounts import Mount
 from nixl_offload.tiers import ownership
 from nixl_offload.types import Outcome
 from nixl_offload.vllm.messages import RankStatus
-from tests.vllm.manager_rig import (
-    Rig,
-    config_of,
-    key,
-    memory_tier,
-    request,
-    slab_tier,
-    three_tiers,
-    tree_tier,
-)
+from tests.vllm.manager_rig import Rig, config_of, key, memory_tier, request, slab_tier, three_tiers, tree_tier
 
 MEMORY, SLAB, TREE = 0, 1, 2
 HIT, MISS = LookupResult.HIT, LookupResult.MISS

@@ -21,11 +21,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_offload.base import (
-    LookupResult,
-    OffloadingCounterMetadata,
-    OffloadingHistogramMetadata,
-)
+from vllm.v1.kv_offload.base import LookupResult, OffloadingCounterMetadata, OffloadingHistogramMetadata
 
 from examples.demo.model import TINY, write_model
 from nixl_offload.catalog.catalog import Catalog
@@ -45,9 +41,7 @@ PREFIX = "vllm:nixl_offload_"
 Keep = Callable[[Rig], Rig]
 
 WORK = Work(
-    Tally({Act("load", 0): 4096}),
-    {Act("load", 0): [0.25, 0.5]},
-    Tally({Failure("load", 0, "corrupt", "checksum"): 2}),
+    Tally({Act("load", 0): 4096}), {Act("load", 0): [0.25, 0.5]}, Tally({Failure("load", 0, "corrupt", "checksum"): 2})
 )
 STATUS = TierStatus(Waiting(1, 2, 3), "readonly", TierAccess("posix", ("host",)))
 
@@ -135,8 +129,7 @@ def test_ranks_are_added_up(tmp_path: Path, keep: Keep) -> None:
     def tell(one: TierStatus | None, two: TierStatus | None) -> None:
         reports = [
             WorkerReport(
-                work=WORK,
-                ranks={} if status is None else {rank: RankStatus(both, tiers=(TierStatus(), status))},
+                work=WORK, ranks={} if status is None else {rank: RankStatus(both, tiers=(TierStatus(), status))}
             )
             for rank, status in enumerate((one, two))
         ]

@@ -224,9 +224,7 @@ def open_files(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "first", "slots"),
-    [([0, 1, 2], 0, (0,)), ([0, 1, 2, 3], 0, (0, 1))],
-    ids=["short", "a chunk too many"],
+    ("blocks", "first", "slots"), [([0, 1, 2], 0, (0,)), ([0, 1, 2, 3], 0, (0, 1))], ids=["short", "a chunk too many"]
 )
 def test_a_store_whose_numbers_do_not_fit_is_refused_not_raised(
     rig: Rig, blocks: list[int], first: int, slots: tuple[int, ...]
@@ -457,9 +455,7 @@ def test_a_directory_that_hangs_does_not_hold_up_the_start(
         monkeypatch.setattr(rank_tiers, "device_of", lambda _: device)
         began_s = time.monotonic()
         rig = Rig(
-            tmp_path / "slab",
-            {"kind": "shared_dir", "path": str(tmp_path / "tree"), "capacity": "1GiB"},
-            is_open=False,
+            tmp_path / "slab", {"kind": "shared_dir", "path": str(tmp_path / "tree"), "capacity": "1GiB"}, is_open=False
         )
         assert time.monotonic() - began_s < DEADLINE_S / 2
     (hung,) = [each for each in threading.enumerate() if each.name == "nixl-offload-touch"]

@@ -132,16 +132,7 @@ def _read_ahead(place, left):
 
 
 @triton.jit(do_not_specialize=["sums", "found", "last_at", "row_stride", "length_term", "constants", "count", "rounds"])
-def fold_rounds(
-    sums,
-    found,
-    last_at: tl.int64,
-    row_stride: tl.int64,
-    length_term: tl.int64,
-    constants,
-    count,
-    rounds,
-):
+def fold_rounds(sums, found, last_at: tl.int64, row_stride: tl.int64, length_term: tl.int64, constants, count, rounds):
     """Write the checksums of ``ROWS`` of the ``count`` rows, from the sums of their rounds. ``last_at``: address of row
     0's last 64 bytes, which have their own key.
     """

@@ -20,15 +20,7 @@ import pytest
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, MemoryRegion, Op, TransferState
 from nixl_offload.types import PAGE_BYTES
-from tests.contract.suites.mover_rig import (
-    KIB,
-    MIB,
-    WAIT_S,
-    MoverRigs,
-    Rig,
-    extents,
-    is_closed,
-)
+from tests.contract.suites.mover_rig import KIB, MIB, WAIT_S, MoverRigs, Rig, extents, is_closed
 
 
 class MoverSuite(MoverRigs):
