@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from nixl_offload.hardware.mounts import LOCAL, beneath, find_mount, names, read
+from nixl_offload.hardware.machine import LOCAL, beneath, find_mount, names, read
 from nixl_offload.types import PAGE_BYTES
 
 PATH_VARIABLE: Final = "CUFILE_ENV_PATH_JSON"

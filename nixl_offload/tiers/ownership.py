@@ -32,7 +32,7 @@ from typing import Any, Final
 
 from nixl_offload.config import DirectoryConfig, SharedDirConfig, TierConfig
 from nixl_offload.errors import StoreError, TierError
-from nixl_offload.hardware.mounts import LOCAL, find_mount
+from nixl_offload.hardware.machine import LOCAL, find_mount
 from nixl_offload.stores.filesystem import REAL, Filesystem, open_own, tier_error
 
 logger = logging.getLogger(__name__)

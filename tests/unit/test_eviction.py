@@ -16,7 +16,7 @@ import pytest
 
 from nixl_offload.config import SharedDirConfig
 from nixl_offload.errors import ConfigError, StoreError
-from nixl_offload.hardware import mounts
+from nixl_offload.hardware import machine
 from nixl_offload.stores.directory import TreeFiles, TreeStore
 from nixl_offload.tiers import kinds, ownership
 from nixl_offload.tiers.base import TierContext
@@ -243,7 +243,7 @@ def test_who_keeps_a_directory_to_its_capacity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filesystem: str, kept: bool
 ) -> None:
     """Engines on a drive of this machine, a timer elsewhere; the config overrides both."""
-    mount = mounts.Mount("/", filesystem, "source", (), "8:1")
+    mount = machine.Mount("/", filesystem, "source", (), "8:1")
     monkeypatch.setattr(ownership, "find_mount", lambda path, root: mount)
     fields = {"kind": "shared_dir", "path": str(tmp_path), "capacity": "1GiB"}
     assert ownership.is_kept(SharedDirConfig.model_validate(fields)) is kept

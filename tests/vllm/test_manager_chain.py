@@ -17,7 +17,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from nixl_offload.catalog.catalog import NOWHERE
 from nixl_offload.engine import TierStatus
-from nixl_offload.hardware.mounts import Mount
+from nixl_offload.hardware.machine import Mount
 from nixl_offload.tiers import ownership
 from nixl_offload.types import Outcome
 from nixl_offload.vllm.messages import RankStatus

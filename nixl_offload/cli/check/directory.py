@@ -27,7 +27,7 @@ from nixl_offload.cli.common import about_size
 from nixl_offload.config import DirectoryConfig, SharedDirConfig, TierConfig
 from nixl_offload.errors import MoverError, TierError
 from nixl_offload.hardware.gds import GdsReport, gds_report
-from nixl_offload.hardware.mounts import LOCAL, find_mount
+from nixl_offload.hardware.machine import LOCAL, find_mount
 from nixl_offload.movers.pinning import pinning_limit
 from nixl_offload.stores.filesystem import spare_bytes, walk
 from nixl_offload.tiers.calls import CallThreads
