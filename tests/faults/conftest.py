@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import subprocess
@@ -11,6 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, text: str) -> int:
+    """How many warnings have this text."""
+    return sum(text in record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
 
 
 class SmallFilesystem:

@@ -17,7 +17,7 @@ from nixl_offload.movers.base import Op
 from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
-from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig, chain_rigs
+from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig, blocks_of, chain_rigs
 from tests.unit.engine_rig import NUM_BLOCKS, HangingSlab, RaisingMover, faulty
 from tests.unit.link_rig import Watched
 
@@ -32,10 +32,6 @@ make = pytest.fixture(chain_rigs)
 def stuck(op: Op | None = None) -> FaultyMover:
     """Never ends anything until it is released."""
     return faulty(Fault(0, FaultKind.STUCK, op=op, every=True))
-
-
-def blocks_of(number: int) -> range:
-    return range(4 * number, 4 * number + 4)
 
 
 def quiet(rig: ChainRig, *, tickets: int | None = None) -> None:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from nixl_offload.engine.direct import LATE_S
 from nixl_offload.movers.base import Op
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
-from tests.unit.device_lab import DeviceCopyMover, DeviceRig, Lab, Way, faulty, open_lab, packer_of, pools_of
+from tests.unit.device_lab import DeviceCopyMover, DeviceRig, Lab, Way, faulty, labs, packer_of, pools_of
 from tests.unit.engine_rig import Clock, until
 
 OK, FAILED, CORRUPT = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT
@@ -27,10 +26,7 @@ SOURCE, TARGET = [0, 1, 2, 3], [4, 5, 6, 7]
 WAYS: tuple[Way, ...] = ("direct", "device")
 
 
-@pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Lab]:
-    with open_lab(tmp_path) as lab:
-        yield lab
+lab = pytest.fixture(labs)
 
 
 @pytest.fixture

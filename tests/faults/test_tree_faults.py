@@ -5,7 +5,6 @@ chunk's, storing stops with one warning and resumes by itself, and a directory t
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import resource
 import socket
@@ -23,7 +22,7 @@ from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.shared import links as tree_link
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
-from tests.faults.conftest import SmallFilesystem
+from tests.faults.conftest import SmallFilesystem, warnings_of
 from tests.hostile import HostileFilesystem
 from tests.unit.engine_rig import NUM_BLOCKS, Clock, Rig, rigs, until
 from tests.unit.link_rig import drafts, shards, tree
@@ -41,10 +40,6 @@ def hostile() -> Iterator[HostileFilesystem]:
     filesystem = HostileFilesystem()
     yield filesystem
     filesystem.release()
-
-
-def warnings_of(caplog: pytest.LogCaptureFixture, text: str) -> int:
-    return sum(text in record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
 
 
 def open_files() -> int:

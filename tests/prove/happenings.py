@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.faults.conftest import SmallFilesystem
-from tests.s3.proxy import Answer, Cut, Delay, Fault, FaultProxy, Flip, Hold, Reset, Rule, Stall
+from tests.s3.proxy import Answer, Cut, Fault, FaultProxy, Flip, Hold, Reset, Rule, Stall
 from tests.s3.servers import RcloneServer
 
 Outage = Callable[[], AbstractContextManager[Rule | None]]
@@ -107,7 +107,7 @@ REQUESTS: Final[Mapping[str, tuple[str, Fault]]] = {
     "hangs": ("GET|PUT|HEAD", Hold()),
     "resets": ("GET|PUT|HEAD", Reset()),
     "GET stalls": ("GET", Stall(0.5)),
-    "late": ("GET|PUT|HEAD", Delay(1.5)),
+    "late": ("GET|PUT|HEAD", Hold(seconds=1.5)),
     "cut, unnoticed": ("GET", Cut(0.5, lying=True)),
     "GET flipped": ("GET", Flip(0.5)),
     "PUT flipped": ("PUT", Flip(0.5, side="request")),

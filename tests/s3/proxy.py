@@ -51,11 +51,6 @@ class Hold:
     """No longer than this; None: for ever."""
 
 
-def Delay(seconds: float, at: Literal["request", "answer"] = "request") -> Hold:  # noqa: N802
-    """Wait so long, as ``Hold``."""
-    return Hold(at, seconds)
-
-
 @dataclass(frozen=True, slots=True)
 class Answer:
     """Answer instead of the server, which hears nothing. For example (500, "InternalError"), (403, "AccessDenied").

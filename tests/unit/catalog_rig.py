@@ -47,8 +47,7 @@ class Chain:
         *,
         memory_slots: int = 8,
         file_slots: int = 64,
-        bucket: bool = False,
-        second_bucket: bool = False,
+        buckets: int = 0,
         world_size: int = 1,
         unsaved_slots: int = 1000,
         promote: bool = True,
@@ -64,9 +63,7 @@ class Chain:
         self.tiers: list[MemoryTier | SlabTier | SharedTier] = [self._memory(memory_slots)]
         if file_slots:
             self.tiers.append(self._file(path, file_slots))
-        if bucket:
-            self.tiers.append(self._bucket(len(self.tiers)))
-        if second_bucket:
+        for _ in range(buckets):
             self.tiers.append(self._bucket(len(self.tiers)))
         self.catalog = Catalog(
             self.tiers,

@@ -44,6 +44,11 @@ def make_host(slot_bytes: int, *, memory_slots: int = 16, relay_slots: int = 2) 
     return HostSlab(memory_bytes=memory_slots * slot_bytes, relay_slots=relay_slots, slot_bytes=slot_bytes)
 
 
+def blocks_of(number: int) -> range:
+    """The blocks of chunk ``number``, one chunk after the other."""
+    return range(CHUNK_BLOCKS * number, CHUNK_BLOCKS * (number + 1))
+
+
 class Chained(Driven):
     """The base of rigs of a rank with several tiers."""
 

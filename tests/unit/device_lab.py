@@ -219,6 +219,12 @@ def open_lab(directory: Path) -> Iterator[Lab]:
             device.release()
 
 
+def labs(tmp_path: Path) -> Iterator[Lab]:
+    """A fixture."""
+    with open_lab(tmp_path) as lab:
+        yield lab
+
+
 def faulty(*faults: Fault) -> FaultyMover:
     """A mover of any memory, with faults."""
     return FaultyMover(DeviceCopyMover(), faults)

@@ -20,7 +20,7 @@ from nixl_offload.movers.base import MemoryId, MemoryRegion, Mover, Op
 from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.types import Location, Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
-from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig, chain_rigs, make_host
+from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig, blocks_of, chain_rigs, make_host
 from tests.unit.engine_rig import NUM_BLOCKS, SHAPES, Rig, until
 from tests.unit.link_rig import ObjectFiles, objects, tree
 
@@ -28,10 +28,6 @@ OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outc
 Make = Callable[..., ChainRig]
 
 make = pytest.fixture(chain_rigs)
-
-
-def blocks_of(number: int) -> range:
-    return range(4 * number, 4 * number + 4)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

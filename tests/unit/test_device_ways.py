@@ -8,14 +8,13 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.movers.base import MemoryKind, MemoryRegion, Op
 from nixl_offload.types import Outcome
-from tests.unit.device_lab import DeviceCopyMover, Lab, Way, assert_round_trip, beside, faulty, open_lab
+from tests.unit.device_lab import DeviceCopyMover, Lab, Way, assert_round_trip, beside, faulty, labs
 from tests.unit.engine_rig import NUM_BLOCKS, SHAPES, until
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
@@ -23,10 +22,7 @@ SOURCE, TARGET = [0, 1, 2, 3], [4, 5, 6, 7]
 WAYS: tuple[Way, ...] = ("direct", "device", "host")
 
 
-@pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Lab]:
-    with open_lab(tmp_path) as lab:
-        yield lab
+lab = pytest.fixture(labs)
 
 
 # -- round trips ----------------------------------------------------------------------------------------------------

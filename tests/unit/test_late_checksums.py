@@ -30,7 +30,7 @@ from nixl_offload.chunk.header import (
 from nixl_offload.engine import host as host_module, paths as paths_module
 from nixl_offload.engine.host import SlotHeaders
 from nixl_offload.types import Outcome
-from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
+from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig, blocks_of
 from tests.unit.engine_rig import NUM_BLOCKS, SHAPES, opened
 
 OK, FAILED, CORRUPT = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT
@@ -42,10 +42,6 @@ Sums = list[npt.NDArray[np.uint64]]
 def make(tmp_path: Path) -> Iterator[Make]:
     with opened(lambda *movers, **options: ChainRig(Path(mkdtemp(dir=tmp_path)), *movers, **options)) as make:
         yield make
-
-
-def blocks_of(number: int) -> range:
-    return range(4 * number, 4 * number + 4)
 
 
 def lacks(rig: ChainRig, slot: int, group: int = 0) -> bool:

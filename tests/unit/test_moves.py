@@ -33,7 +33,7 @@ def make(tmp_path: Path) -> Iterator[MakeChain]:
 
 
 def test_a_store_goes_on_from_memory_to_every_farther_tier(make: MakeChain) -> None:
-    chain = make(bucket=True)
+    chain = make(buckets=1)
     settled = chain.store(1, 2)
     assert (settled.kind, set(settled.tiers)) == ("store", {MEMORY})
     assert chain.catalog.moves.has_pending
@@ -48,7 +48,7 @@ def test_a_store_goes_on_from_memory_to_every_farther_tier(make: MakeChain) -> N
 
 def test_a_tier_that_a_rank_has_disabled_is_passed_over_but_for_trials(make: MakeChain) -> None:
     """Otherwise a full drive in front of a bucket would keep all chunks out of the bucket too."""
-    chain = make(bucket=True)
+    chain = make(buckets=1)
     chain.catalog.disable({MEMORY, FILE}, (), chain.now_s)
     chain.store(1)
     assert chain.holders(1) == [BUCKET]
@@ -119,7 +119,7 @@ def test_beyond_the_limit_chunks_are_not_pinned_and_a_pending_write_without_sour
 
 def test_a_chunk_that_one_farther_tier_has_is_pinned_no_longer(make: MakeChain) -> None:
     """Nor is it when it is offered again. The bucket gets it from the file once memory has given it up."""
-    chain = make(memory_slots=2, unsaved_slots=2, bucket=True)
+    chain = make(memory_slots=2, unsaved_slots=2, buckets=1)
     chain.store(1, 2)
     assert chain.catalog.moves.unsaved_bytes == 2 * SLOT
     chain.write_through(to=(FILE,))
@@ -133,7 +133,7 @@ def test_a_chunk_that_one_farther_tier_has_is_pinned_no_longer(make: MakeChain) 
 
 
 def test_nothing_is_fetched_from_a_farther_tier_to_be_stored_in_a_nearer_one(make: MakeChain) -> None:
-    chain = make(bucket=True)
+    chain = make(buckets=1)
     chain.store(1)
     (to_file, to_bucket) = chain.begin()
     chain.report(to_file.ticket, {0: Outcome.FAILED})
@@ -161,7 +161,7 @@ def test_a_known_chunk_is_written_where_it_is_lacking(make: MakeChain) -> None:
 
 def test_a_tier_that_is_out_of_use_keeps_nobody_awake_for_long(make: MakeChain) -> None:
     """Its failing trials do not count as progress: a chunk begins now and then, and the others would wait for ever."""
-    chain = make(bucket=True)
+    chain = make(buckets=1)
     chain.catalog.disable({BUCKET}, (), chain.now_s)
     chain.store(*range(6))
     started_s = chain.now_s
@@ -180,7 +180,7 @@ def test_a_tier_that_is_out_of_use_keeps_nobody_awake_for_long(make: MakeChain) 
 
 
 def test_a_tier_that_hangs_is_given_up_and_holds_up_no_other(make: MakeChain) -> None:
-    chain = make(memory_slots=64, bucket=True, write_through_backlog_slots=4)
+    chain = make(memory_slots=64, buckets=1, write_through_backlog_slots=4)
     chain.store(*range(20))
     stuck = []
     for _ in range(70):
@@ -254,7 +254,7 @@ def test_a_reset_forgets_what_is_pending_and_what_is_on_its_way(make: MakeChain)
 
 
 def test_a_write_from_before_a_reset_takes_no_later_pin_back(make: MakeChain) -> None:
-    chain = make(bucket=True, file_slots=8)
+    chain = make(buckets=1, file_slots=8)
     chain.store(1)
     chain.write_through(to=[FILE])
     (old,) = (ticket for ticket in chain.open)
@@ -384,7 +384,7 @@ def test_a_request_that_may_not_load_from_a_tier_gets_nothing_of_it(make: MakeCh
 
 
 def test_a_chunk_that_one_tier_lost_is_served_by_the_next(make: MakeChain) -> None:
-    chain = make(bucket=True)
+    chain = make(buckets=1)
     chain.store(1)
     chain.write_through()
     chain.load(1, failed={0: Outcome.CORRUPT})
@@ -396,7 +396,7 @@ def test_a_chunk_that_one_tier_lost_is_served_by_the_next(make: MakeChain) -> No
 
 def test_a_tier_that_is_out_of_use_serves_only_what_no_other_has(make: MakeChain) -> None:
     """Of two shared tiers, the nearer does not answer."""
-    chain = make(file_slots=0, bucket=True, second_bucket=True)
+    chain = make(file_slots=0, buckets=2)
     chain.store(1, 2, 3)
     (to_nearer, to_farther) = chain.begin()
     chain.report(to_nearer.ticket)
@@ -419,7 +419,7 @@ def test_a_tier_that_is_out_of_use_serves_only_what_no_other_has(make: MakeChain
 
 
 def test_nobody_looks_in_a_bucket_for_what_is_being_stored(make: MakeChain) -> None:
-    chain = make(bucket=True)
+    chain = make(buckets=1)
     grant = chain.reserve(1)
     assert grant is not None
     context = LookupContext("a", 16)
@@ -478,7 +478,7 @@ def test_no_pin_is_left_whatever_happens(make: MakeChain, seed: int) -> None:
     chain = make(
         memory_slots=chance.choice([2, 6]),
         file_slots=chance.choice([0, 3, 12]),
-        bucket=chance.random() < 0.7,
+        buckets=chance.random() < 0.7,
         unsaved_slots=chance.choice([0, 1, 3, 100]),
         promote=chance.random() < 0.8,
         write_through_backlog_slots=chance.choice([1, 4, 100]),
@@ -522,7 +522,7 @@ def test_no_pin_is_left_whatever_happens(make: MakeChain, seed: int) -> None:
 
 def test_what_a_request_computes_without_an_answer_stays_out_of_that_tier(make: MakeChain) -> None:
     """The chunk may be there already. Nearer tiers take it; it goes on when a request that got an answer has it."""
-    chain = make(bucket=True)
+    chain = make(buckets=1)
     bucket = chain.tiers[BUCKET]
     assert isinstance(bucket, SharedTier)
     bucket._doubted.add("doubtful")
@@ -562,7 +562,7 @@ def test_what_begins_late_keeps_those_behind_it(make: MakeChain) -> None:
 
 def test_a_write_that_failed_saves_nothing(make: MakeChain) -> None:
     """While another tier is still to take the chunk, it is no safer than before."""
-    chain = make(bucket=True, unsaved_slots=1)
+    chain = make(buckets=1, unsaved_slots=1)
     chain.store(1)
     for grant in chain.begin():
         if grant.targets[0].tier == FILE:
@@ -572,7 +572,7 @@ def test_a_write_that_failed_saves_nothing(make: MakeChain) -> None:
 
 
 def test_a_chunk_that_is_stored_in_a_farther_tier_too_is_unpinned_when_its_move_fails(make: MakeChain) -> None:
-    chain = make(memory_slots=1, bucket=True)
+    chain = make(memory_slots=1, buckets=1)
     fills, store = chain.reserve(9), chain.reserve(1)
     assert fills is not None
     assert store is not None

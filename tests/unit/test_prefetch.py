@@ -170,7 +170,7 @@ def test_only_tiers_that_are_allowed_are_read(make: MakeChain) -> None:
 
 def test_a_bucket_is_asked_first_and_then_read(make: MakeChain) -> None:
     """Chunks are found by a search as for a request, and also written to the slab, like promoted ones."""
-    chain = make(bucket=True)
+    chain = make(buckets=1)
     for number in (1, 2):
         chain.store_of_bucket.put(shard_name(namespace_of().name, key(number), 0))
     foretell(chain, 1, 2, 3)
@@ -191,7 +191,7 @@ def test_a_bucket_is_asked_first_and_then_read(make: MakeChain) -> None:
 
 
 def test_the_trial_of_a_tier_that_cannot_be_loaded_from_is_left_to_a_request(make: MakeChain) -> None:
-    chain = make(bucket=True)
+    chain = make(buckets=1)
     chain.store(1)
     chain.write_through()
     for tier in (MEMORY, FILE):
@@ -204,7 +204,7 @@ def test_the_trial_of_a_tier_that_cannot_be_loaded_from_is_left_to_a_request(mak
 
 
 def test_a_bucket_that_does_not_answer_holds_up_no_other(make: MakeChain) -> None:
-    chain = make(bucket=True)
+    chain = make(buckets=1)
     on_file_only_with_bucket = (11, 12)
     chain.store(*on_file_only_with_bucket)
     chain.write_through()
@@ -222,7 +222,7 @@ def test_a_bucket_that_does_not_answer_holds_up_no_other(make: MakeChain) -> Non
 def test_a_step_without_looks_left_gives_no_search_up(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of two long prefixes takes all lookups of a step; a slow bucket answers both nevertheless."""
     monkeypatch.setattr(moves, "MAX_LOOKED_UP", 4)
-    chain = make(bucket=True, memory_slots=64)
+    chain = make(buckets=1, memory_slots=64)
     prompts = (range(1, 7), range(11, 17))
     for number in (*prompts[0], *prompts[1]):
         chain.store_of_bucket.put(shard_name(namespace_of().name, key(number), 0))

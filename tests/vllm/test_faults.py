@@ -21,7 +21,7 @@ import pytest
 from nixl_offload.units import parse_size
 from tests.faults.conftest import SmallFilesystem
 from tests.prove.happenings import DAMAGES, disk_outages, lasting
-from tests.s3.proxy import Answer as Reply, Cut, Delay, Fault, FaultProxy, Flip, Hold, Reset, Stall
+from tests.s3.proxy import Answer as Reply, Cut, Fault, FaultProxy, Flip, Hold, Reset, Stall
 from tests.s3.servers import RcloneServer
 from tests.vllm.damage import (
     CHUNK_BYTES,
@@ -252,10 +252,10 @@ def test_a_disk_that_takes_nothing(
 # A server that answers wrongly, late or never.
 
 REQUESTS: Final[dict[str, tuple[str, Fault | None]]] = {
-    "HEAD late": ("HEAD", Delay(2 * LOOKUP_S)),
+    "HEAD late": ("HEAD", Hold(seconds=2 * LOOKUP_S)),
     "HEAD silent": ("HEAD", Hold()),
     "HEAD 404": ("HEAD", Reply(404, "NoSuchKey")),
-    "GET late": ("GET", Delay(2 * LOAD_S)),
+    "GET late": ("GET", Hold(seconds=2 * LOAD_S)),
     "GET stalled": ("GET", Stall(0.5)),
     "GET reset in the body": ("GET", Reset("body")),
     "GET 404": ("GET", Reply(404, "NoSuchKey")),
@@ -414,7 +414,7 @@ def test_a_hit_slower_than_computing_is_not_taken(workshop: Workshop, server: Rc
             right = engine.generate(asked)
             assert engine.settle()
             engine.stop()
-        slow = proxy.inject(Delay(0.8, at="answer"), operation="GET")
+        slow = proxy.inject(Hold("answer", 0.8), operation="GET")
         with workshop.start_engine(connector=chain_config(far, slow_hits="skip"), **options) as engine:
             engine.generate(chunk_prompts(4, seed=814))  # so that it is known how fast computing is
             answers = engine.generate(asked)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.prove.happenings import DAMAGES, Piece
-from tests.s3.proxy import Answer, Cut, Delay, Fault, FaultProxy, Flip, Hold, Reset, Rule, Stretch
+from tests.s3.proxy import Answer, Cut, Fault, FaultProxy, Flip, Hold, Reset, Rule, Stretch
 from tests.s3.servers import RcloneServer
 
 PREFIX: Final = "kv"
@@ -70,7 +70,7 @@ class Medium:
             "403": Answer(403, "AccessDenied"),
             "ENOSPC": Answer(507, "InsufficientStorage"),
             "reset": Reset(at),  # type: ignore[arg-type]
-            "slow": Delay(rng.uniform(0.001, 0.03), rng.choice(("request", "answer"))),  # type: ignore[arg-type]
+            "slow": Hold(rng.choice(("request", "answer")), rng.uniform(0.001, 0.03)),  # type: ignore[arg-type]
             "hang": Hold("request"),
             "short": Cut(rng.random(), lying=rng.random() < 0.5),
             "flipped": Flip(rng.random()),
