@@ -4,7 +4,8 @@ bytes, no memory is reused under I/O, storing resumes after trouble, and the eng
 
 from __future__ import annotations
 
-import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from nixl_offload.movers.base import Extents, FileId, MemoryId, Op, Transfer
 from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
+from tests.faults.conftest import warnings_of
 from tests.unit.engine_rig import NUM_BLOCKS, SHAPES, Clock, HangingSlab, RaisingMover, Rig, faulty, rigs, until
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
@@ -26,10 +28,6 @@ Make = Callable[..., Rig]
 
 
 make = pytest.fixture(rigs)
-
-
-def warnings_of(caplog: pytest.LogCaptureFixture, text: str) -> int:
-    return sum(text in record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
 
 
 # -- the mover fails ------------------------------------------------------------------------------------------------
@@ -360,6 +358,14 @@ def test_what_cannot_begin_fails_and_the_next_begins(make: Make, monkeypatch: py
         assert rig.store(1, [rig.chunk(n, [1, 2, 3, 4]) for n in range(3)]) == (FAILED,) * 3
     assert rig.collect(1).errors == ("unexpected ZeroDivisionError",)
     assert rig.store(2, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+
+
+def test_what_was_left_behind_outlives_the_interpreter() -> None:
+    """NIXL, destroyed with a GET in flight, now and then ended the process by SIGSEGV when the answer came."""
+    mover = "type('Mover', (), {'__del__': lambda self: print('destroyed', flush=True)})()"
+    script = f"from nixl_offload.engine import pump; pump.leak(({mover},))"
+    ended = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60)
+    assert ended.stdout == ""
 
 
 def test_what_does_not_close_is_kept(

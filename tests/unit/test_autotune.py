@@ -22,7 +22,9 @@ from nixl_offload.errors import MoverError, MoverUnavailableError
 from nixl_offload.movers.base import MemoryKind, Mover, Op
 from nixl_offload.movers.select import Probe, ProbedMover
 from nixl_offload.movers.threaded import CopyMover
-from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
+from tests.contract.suites.faulty_mover import Fault, FaultKind
+from tests.mounts import mounted
+from tests.unit.engine_rig import faulty
 
 DEVICE = Device(torch.device("cpu"), MemoryKind.VRAM)
 """Host memory in the part of a device's. Without libcufile only POSIX can run then."""
@@ -52,10 +54,6 @@ def tier_at(directory: Path, mover: str = "auto") -> SlabConfig:
 
 def measured(mover: Mover, directory: Path, **how: Any) -> Speed:
     return measure(mover, str(directory), DEVICE, 64 << 10, direct_io=True, **how)
-
-
-def faulty(*faults: Fault) -> FaultyMover:
-    return FaultyMover(CopyMover(), faults)
 
 
 # Which mover is taken
@@ -99,6 +97,19 @@ def test_an_unexpected_error_is_no_reason_not_to_start(tmp_path: Path, monkeypat
     """The tier's mover is then opened without measuring."""
     monkeypatch.setattr(autotune, "measure", lambda *_, **__: 1 / 0)
     assert plan_tier(tier_at(tmp_path), DEVICE, layout_of()) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [("size=256k", "the disk has 0 MiB left, too little to measure with"), ("ro", "Read-only file system")],
+)
+def test_a_disk_that_is_full_or_read_only_costs_the_comparison_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: str, words: str
+) -> None:
+    with mounted(tmp_path / "disk", options) as disk, caplog.at_level("INFO", autotune.logger.name):
+        assert plan_tier(tier_at(disk), DEVICE, layout_of()) is None
+        assert not list(disk.iterdir())
+    assert words in caplog.text
 
 
 # Measuring
