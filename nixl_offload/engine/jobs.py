@@ -114,7 +114,7 @@ class JobTable:
                     self._finish(chunk, *job.refused, "refused")
                 return
             lane = Lane.BACKGROUND if job.kind.in_background else Lane.STORE if job.kind.writes else Lane.LOAD
-            self._queue(job.chunks, Lane.EXPEDITED_LOAD if job.is_expedited else lane)
+            self._queue(job.chunks, lane)
             self._grant_relays()
 
     def finished(self) -> list[Completion]:
@@ -148,7 +148,7 @@ class JobTable:
     def wait(self, job_ids: Collection[int], limit_s: float | None = None) -> None:
         """Block until no store among the jobs needs its KV blocks any more and all loads are finished.
 
-        These jobs go first. Wait up to ``limit_s`` (``WAIT_LIMIT_S``) for running steps; drop stores that are queued
+        These stores go first. Wait up to ``limit_s`` (``WAIT_LIMIT_S``) for running steps; drop stores that are queued
         ``STORE_GRACE_S`` later; after another ``limit_s`` give up the rest. Loads that write to their blocks are
         awaited without a limit. Unknown ids are done.
         """
@@ -157,10 +157,10 @@ class JobTable:
             jobs = [job for job in self._live if job.job_id in job_ids]
             if not jobs:
                 return
-            for job in jobs:
-                urgent = Lane.URGENT_STORE if job.kind.writes else Lane.EXPEDITED_LOAD
-                self._line_up([chunk for chunk in job.chunks if chunk.state is ChunkState.QUEUED], urgent)
             stores, until_s = [job for job in jobs if job.kind.writes], self.clock() + limit_s
+            for job in stores:
+                queued = [chunk for chunk in job.chunks if chunk.state is ChunkState.QUEUED]
+                self._line_up(queued, Lane.URGENT_STORE)
             while any(_needs_blocks(job) and _is_behind(job) for job in stores) and self.clock() < until_s:
                 self._progress.wait(FENCE_POLL_S)
             until_s = self.clock() + STORE_GRACE_S
@@ -474,7 +474,7 @@ class TierQueue:
                 if chunk.state is queued:
                     if not first.travels_with(chunk):
                         break
-                    chunk.state = state  # at once: ``wait`` may have queued a load here twice
+                    chunk.state = state
                     size_bytes += chunk.size_bytes
                     taken.append(chunk)
                 lane_queue.popleft()

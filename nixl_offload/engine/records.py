@@ -61,12 +61,11 @@ class WorkKind(Enum):
 
 
 class Lane(Enum):
-    """Queues, served in this order: jobs that a caller blocks on, then loads, then stores."""
+    """Queues, served in this order: stores that a caller blocks on, then loads, then stores."""
 
     __hash__ = object.__hash__
 
     URGENT_STORE = auto()
-    EXPEDITED_LOAD = auto()
     LOAD = auto()
     STORE = auto()
     BACKGROUND = auto()
@@ -270,8 +269,6 @@ class Job:
     """For a load: the ticket that reports its promotions; 0: there are none."""
     promoted: Sequence[int] = ()
     """For a load: the positions of the caller's chunks that ``promotion_ticket`` reports."""
-    is_expedited: bool = False
-    """It goes before loads that already wait."""
     refused: tuple[Outcome, str] | None = None
     """If the job is not done at all: the outcome and error of its chunks."""
 

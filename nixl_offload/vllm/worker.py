@@ -366,12 +366,12 @@ class NixlOffloadingWorker(OffloadingWorker):
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """Queue a load; ``expedited`` ones are waited for within the step and go first."""
+        """Queue a load. None is ``expedited``: loads within the step are turned off."""
         assert isinstance(src_spec, TicketSpec)
-        self._submit(job_id, src_spec, dst_spec, is_expedited=expedited)
+        self._submit(job_id, src_spec, dst_spec)
         return True
 
-    def _submit(self, job_id: int, spec: TicketSpec, blocks: GPULoadStoreSpec, *, is_expedited: bool = False) -> None:
+    def _submit(self, job_id: int, spec: TicketSpec, blocks: GPULoadStoreSpec) -> None:
         """Queue vLLM's job for its KV ``blocks``. ``take_finished`` reports its end, ``take_tickets`` that of a load's
         promotions. All chunks are DROPPED if this rank has since loaded other content for the adapter.
         """
@@ -394,7 +394,7 @@ class NixlOffloadingWorker(OffloadingWorker):
             promoted = [at for at, slot in enumerate(ticket.promotion_slots) if slot is not None]
             tickets = ticket.ticket, ticket.promotion_ticket
             job = Job(WorkKind.LOAD, chunks, len(ticket.keys), fence, job_id, *tickets, promoted)
-        job.is_expedited, job.refused = is_expedited, refused
+        job.refused = refused
         self.engine.submit(job)
 
     def submit_moves(self, ticket: MoveTicket) -> None:

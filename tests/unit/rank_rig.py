@@ -33,12 +33,11 @@ class TestedRank(RankEngine):
         *,
         promotion_ticket: int = 0,
         promoted: Sequence[int] | None = None,
-        expedited: bool = False,
         **options: Any,
     ) -> None:
         if promoted is None:
             promoted = [at for at, chunk in enumerate(chunks) if chunk.host_offset is not None]
-        options |= {"promotion_ticket": promotion_ticket, "promoted": promoted, "is_expedited": expedited}
+        options |= {"promotion_ticket": promotion_ticket, "promoted": promoted}
         self._submit(WorkKind.LOAD, chunks, count, job_id=job_id, **options)
 
     def submit_moves(self, ticket: int, moves: Sequence[Chunk], count: int | None = None) -> None:

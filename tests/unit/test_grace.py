@@ -5,7 +5,6 @@ slot, then the time of a gather. Time is simulated: it passes only while the eng
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
@@ -194,22 +193,17 @@ def test_tiers_that_read_on_share_the_limit_and_are_given_up_then(world: World) 
     assert [chunk.state for chunk in chunks] == [ChunkState.DISOWNED] * 3
 
 
-def test_a_load_that_is_expedited_and_waited_for_is_claimed_once() -> None:
-    """It is in its lane twice then. If read twice, it would write to its blocks after its request has them."""
-    table = JobTable(clock=time.monotonic)
-    table.use([TierQueue(table, 0, LAYOUT, store_limit_bytes=1 << 20)])
-    chunks = [
-        Chunk(Key(bytes([at]) * 32 + bytes(4)), Location(0, at * 4096, 4096), 0, np.array([at], dtype=np.int32))
-        for at in range(3)
-    ]
-    table.submit(Job(WorkKind.LOAD, chunks, 3, READY, 1, is_expedited=True))
-    waiter = threading.Thread(target=table.wait, args=([1], 30.0))
-    waiter.start()
-    give_up_s = time.monotonic() + 30.0
-    while len(table.queues[0].lanes[Lane.EXPEDITED_LOAD]) < 6 and time.monotonic() < give_up_s:
-        time.sleep(0.001)
-    taken = take(table, lane=Lane.EXPEDITED_LOAD)
-    gathered(table, taken)
-    waiter.join()
-    assert [int(chunk.block_ids[0]) for chunk in taken] == [0, 1, 2]
-    assert take(table, lane=Lane.EXPEDITED_LOAD) == []
+def test_a_store_that_is_waited_for_is_claimed_once(world: World) -> None:
+    """It is in two lanes then. If gathered twice, it would read blocks that another request has by then."""
+    table, taken = world.table(), []
+    add(table, 1, READY, chunks=3)
+
+    def claim() -> None:
+        taken.extend(take(table))
+        assert take(table, lane=Lane.STORE) == []
+        gathered(table, taken)
+
+    world.after(0.001, claim)
+    world.wait(table)
+    assert outcomes(table) == [OK] * 3
+    assert len(taken) == 3

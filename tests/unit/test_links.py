@@ -166,8 +166,7 @@ def test_that_an_object_is_gone_is_an_answer(make: Make, tmp_path: Path) -> None
     assert rig.store(2, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
 
 
-@pytest.mark.parametrize("expedited", [False, True])
-def test_no_load_waits_for_room_that_a_hanging_bucket_takes_up(make: Make, tmp_path: Path, expedited: bool) -> None:
+def test_no_load_waits_for_room_that_a_hanging_bucket_takes_up(make: Make, tmp_path: Path) -> None:
     """When GETs without answers hold all staging slots, loads fail at once, even if a trial is due."""
     clock, mover = Clock(), FaultyMover(ObjectFiles(tmp_path / "objects"))
     rig = make("per_layer", mover, link=objects(), clock=clock, staging_slots=8)
@@ -179,7 +178,7 @@ def test_no_load_waits_for_room_that_a_hanging_bucket_takes_up(make: Make, tmp_p
     assert rig.collect(1).outcomes == (FAILED,) * 20
     until(lambda: rig.link.trouble == "timeout")
     for job in (2, 3):
-        rig.engine.submit_load(job, [rig.chunk(0, [5, 6, 7, 8])] * 4, expedited=expedited)
+        rig.engine.submit_load(job, [rig.chunk(0, [5, 6, 7, 8])] * 4)
         assert rig.collect(job).outcomes == (FAILED,) * 4
         assert rig.collect(job).errors == ("storage is out of use: timeout",)
         clock.ahead_s += 2
