@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine import Chunk, Completion, LinkPaths, MemoryPaths, TierEngine, TierSetup, make_move
@@ -33,6 +34,7 @@ from tests.unit.engine_rig import (
     own_shards,
     rank_memory,
 )
+from tests.unit.link_rig import LinkMaker
 from tests.unit.rank_rig import TestedRank
 
 MEMORY, FILE, BUCKET = 0, 1, 2
@@ -40,8 +42,10 @@ MEMORY, FILE, BUCKET = 0, 1, 2
 SLOTS = 32
 
 
-def make_host(slot_bytes: int, *, memory_slots: int = 16, relay_slots: int = 2) -> HostSlab:
-    return HostSlab(memory_bytes=memory_slots * slot_bytes, relay_slots=relay_slots, slot_bytes=slot_bytes)
+def make_host(
+    slot_bytes: int, *, memory_slots: int = 16, relay_slots: int = 2, keys: ChunkKeys | None = None
+) -> HostSlab:
+    return HostSlab(memory_bytes=memory_slots * slot_bytes, relay_slots=relay_slots, slot_bytes=slot_bytes, keys=keys)
 
 
 def blocks_of(number: int) -> range:
@@ -94,33 +98,43 @@ class ChainRig(Chained):
         staging_slots: int = 8,
         present: Sequence[bool] = (True, True),
         slab_class: type[SlabFile] = SlabFile,
+        bucket: LinkMaker | None = None,
+        keys: ChunkKeys | None = None,
         verify: str = "checksum",
         **options: Any,
     ) -> None:
-        """``movers``: by farther tier, if not a plain one. ``present``: which farther tiers exist."""
+        """``movers``: by farther tier, if not a plain one. ``present``: which farther tiers exist. ``bucket``: makes
+        the last tier's link, if it is no slab; its chunks have MACs by ``keys``.
+        """
         super().__init__(shape, seed)
         self.settled = {}
-        self.clock, self.host = Clock(), make_host(self.slot_bytes, relay_slots=relay_slots)
+        self.clock, self.host = Clock(), make_host(self.slot_bytes, relay_slots=relay_slots, keys=keys)
         self.movers = [*movers, *(CopyMover() for _ in present[len(movers) :])]
         if self.shape.direct:
             options.setdefault("direct_min_extent_bytes", 4096)
         rank = {name: options.pop(name) for name in ("load_timeout_s",) if name in options}
         self.chain = TestedRank(3, relay_offsets=self.host.relay_offsets, clock=self.clock, **rank)
         memory, shards = rank_memory(self.tensors, self.layout, host=self.host), own_shards(self.layout)
-        setups = [TierSetup(self.chain, memory, shards, tier, verify) for tier in range(3)]
+        setups = [
+            TierSetup(self.chain, memory, shards, tier, verify, keys if tier == BUCKET else None) for tier in range(3)
+        ]
         self.slabs: list[SlabFile] = []
         self.engines: list[TierEngine | None] = [TierEngine(MemoryPaths(setups[MEMORY]))]
         for tier, (mover, wanted) in enumerate(zip(self.movers, present, strict=True), start=1):
             if not wanted:
                 self.engines.append(None)
                 continue
-            extent = align_up(self.slot_bytes * 4, 65536)
-            slab = slab_class(directory / f"tier{tier}" / "rank.slab", extent * SLOTS // 4, extent, direct_io=True)
-            slab.open()
-            # Unwritten bytes read as zeros, not as the end of the file.
-            deque(SlabFile.ensure(slab, 0, slab.rank_bytes), 0)
-            self.slabs.append(slab)
-            link, staging_bytes = SlabLink(slab, mover, self.clock), staging_slots * self.slot_bytes
+            if tier == BUCKET and bucket is not None:
+                link = bucket(mover, self.clock)
+            else:
+                extent = align_up(self.slot_bytes * 4, 65536)
+                slab = slab_class(directory / f"tier{tier}" / "rank.slab", extent * SLOTS // 4, extent, direct_io=True)
+                slab.open()
+                # Unwritten bytes read as zeros, not as the end of the file.
+                deque(SlabFile.ensure(slab, 0, slab.rank_bytes), 0)
+                self.slabs.append(slab)
+                link = SlabLink(slab, mover, self.clock)
+            staging_bytes = staging_slots * self.slot_bytes
             self.engines.append(TierEngine(LinkPaths(setups[tier], link, staging_bytes=staging_bytes, **options)))
         for tier, engine in enumerate(self.engines):
             if engine is not None:

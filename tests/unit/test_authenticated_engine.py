@@ -16,17 +16,13 @@ import pytest
 
 from nixl_offload.chunk.authentication import ChunkKeys, stated_key_id
 from nixl_offload.chunk.header import HEADER_BYTES, decode_header
-from nixl_offload.engine import LinkPaths, MemoryPaths, TierEngine, TierSetup
-from nixl_offload.engine.host import HostSlab
 from nixl_offload.errors import FormatError
 from nixl_offload.movers.threaded import CopyMover
-from nixl_offload.tiers.slab.file import SlabLink
 from nixl_offload.types import Outcome
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
 from tests.unit.device_lab import Way, assert_round_trip, open_lab
-from tests.unit.engine_rig import Rig, opened, own_shards, rank_memory
+from tests.unit.engine_rig import Rig, opened
 from tests.unit.link_rig import ObjectFiles, objects, shards, tree
-from tests.unit.rank_rig import TestedRank
 
 OK, FAILED, CORRUPT = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT
 KEYS = ChunkKeys([os.urandom(32), os.urandom(32)])
@@ -101,25 +97,8 @@ def test_on_a_device_chunks_go_through_host_memory(
 @pytest.fixture
 def chain(tmp_path: Path) -> Iterator[ChainRig]:
     """Memory, a slab without MACs, and objects with some."""
-    rig = ChainRig(tmp_path, present=(True, False))
-    rig.host.close()
-    slot_bytes = rig.slot_bytes
-    host = HostSlab(memory_bytes=16 * slot_bytes, relay_slots=2, slot_bytes=slot_bytes, keys=KEYS)
-    rig.chain.close()
-    rig.chain = TestedRank(3, relay_offsets=host.relay_offsets, clock=rig.clock)
-    memory, shards = rank_memory(rig.tensors, rig.layout, host=host), own_shards(rig.layout)
-    slab = rig.slabs[0]
-    slab.open()
-    movers = [CopyMover(), ObjectFiles(tmp_path / "bucket")]
-    links = SlabLink(slab, movers[0], rig.clock), objects()(movers[1], rig.clock)
-    engines = [TierEngine(MemoryPaths(TierSetup(rig.chain, memory, shards)))]
-    for tier, link, keys in zip((FILE, BUCKET), links, (None, KEYS), strict=True):
-        setup = TierSetup(rig.chain, memory, shards, tier, keys=keys)
-        engines.append(TierEngine(LinkPaths(setup, link, staging_bytes=8 * slot_bytes)))
-    rig.movers += movers
-    rig.host, rig.engines = host, list(engines)
-    for tier, engine in enumerate(engines):
-        rig.chain.join(tier, engine)
+    movers = CopyMover(), ObjectFiles(tmp_path / "bucket")
+    rig = ChainRig(tmp_path, *movers, bucket=objects(), keys=KEYS)
     yield rig
     rig.close()
 
