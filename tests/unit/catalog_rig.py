@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -215,15 +215,14 @@ class Chain:
 MakeChain = Callable[..., Chain]
 
 
-@contextmanager
-def chains(path: Path, *, at_rest: Callable[[Chain], None] = Chain.come_to_rest) -> Iterator[MakeChain]:
-    """Yield a maker of chains. At the end each comes to rest, holds nothing, and is closed."""
+def chains(tmp_path: Path) -> Iterator[MakeChain]:
+    """A fixture: a maker of chains. At the end each comes to rest, holds nothing, and is closed."""
     with ExitStack() as made:
 
         def make(**arguments: Any) -> Chain:
-            chain = Chain(path, **arguments)
+            chain = Chain(tmp_path, **arguments)
             made.callback(chain.close)
-            made.callback(at_rest, chain)
+            made.callback(chain.come_to_rest)
             return chain
 
         yield make

@@ -224,13 +224,12 @@ class Rig:
 
     def hits(self, request: str, keys: Sequence[Key], wait_s: float = WAIT_S) -> int:
         """Ask, step by step, until no answer is RETRY; return the number of leading hits."""
-        return self.wait_for(lambda: self._count_hits(request, keys), wait_s)
 
-    def _count_hits(self, request: str, keys: Sequence[Key]) -> int | None:
-        answers = self.ask(request, keys)
-        if Lookup.RETRY in answers:
-            return None
-        return sum(answer is Lookup.HIT for answer in answers)
+        def count() -> int | None:
+            answers = self.ask(request, keys)
+            return None if Lookup.RETRY in answers else answers.count(Lookup.HIT)
+
+        return self.wait_for(count, wait_s)
 
     def scan(self, request: str, keys: Sequence[Key], window: int) -> int:
         """Ask as vLLM's sliding-window lookup does: return the end of the last run of ``window`` hits, 0 for none."""

@@ -6,9 +6,6 @@ location is handed out twice while a ticket is open, resets included; stores are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from nixl_offload.catalog.catalog import Change
@@ -18,15 +15,7 @@ from tests.unit.catalog_rig import MEMORY, Chain, MakeChain, chains, key, keys
 HIT, MISS, PENDING = Lookup.HIT, Lookup.MISS, Lookup.PENDING
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[MakeChain]:
-    with chains(tmp_path, at_rest=_at_rest) as build:
-        yield build
-
-
-def _at_rest(chain: Chain) -> None:
-    chain.now_s += 100_000.0
-    chain.come_to_rest()
+make = pytest.fixture(chains)
 
 
 @pytest.fixture

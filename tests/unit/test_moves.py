@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -22,11 +20,7 @@ from nixl_offload.tiers.slot_tier import MemoryTier
 from nixl_offload.types import Lookup, LookupContext, Outcome
 from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, MakeChain, chains, key, keys
 
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[MakeChain]:
-    with chains(tmp_path) as build:
-        yield build
+make = pytest.fixture(chains)
 
 
 # Write-through

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -22,10 +21,7 @@ from tests.unit.shared_rig import WAIT_S, namespace_of
 CORRUPT, TAINTED = Outcome.CORRUPT, Outcome.TAINTED
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[MakeChain]:
-    with chains(tmp_path) as build:
-        yield build
+make = pytest.fixture(chains)
 
 
 def on_file_only(chain: Chain, *numbers: int) -> None:
