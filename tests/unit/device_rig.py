@@ -157,6 +157,12 @@ class ThreadedDevice(Device):
         self.close()
 
 
+def devices() -> Iterator[ThreadedDevice]:
+    """A fixture."""
+    with ThreadedDevice() as device:
+        yield device
+
+
 def settled(fence: Fence) -> None:
     """Wait for ``fence``."""
     until(fence.done)

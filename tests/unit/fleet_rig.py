@@ -29,7 +29,7 @@ from nixl_offload.types import Key, Location, Outcome, align_up
 from nixl_offload.vllm.chunks import RankChunks
 from tests.unit.chain_rig import Chained
 from tests.unit.engine_rig import rank_memory
-from tests.unit.link_rig import NAMESPACE_NAME, shards
+from tests.unit.link_rig import NAMESPACE_NAME
 from tests.unit.rank_rig import TestedRank
 
 MEMORY, SLAB, TREE = 0, 1, 2
@@ -240,6 +240,3 @@ class EngineRig:
 def ok(outcomes: Sequence[tuple[Outcome, ...]]) -> bool:
     """Whether all outcomes are OK on all ranks."""
     return all(outcome is Outcome.OK for rank in outcomes for outcome in rank)
-
-
-__all__ = ["MEMORY", "SLAB", "TREE", "EngineRig", "RankRig", "key", "ok", "shards"]

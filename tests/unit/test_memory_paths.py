@@ -24,7 +24,7 @@ from nixl_offload.engine.pump import LEAKED
 from nixl_offload.errors import FormatError
 from nixl_offload.types import Outcome
 from tests.headers import Expected, check_header
-from tests.unit.device_rig import ThreadedDevice, ThreadedStream
+from tests.unit.device_rig import ThreadedDevice, ThreadedStream, devices
 from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, NUM_BLOCKS, SHAPES, MemoryRig, opened, until
 from tests.unit.rank_rig import causes_of
 
@@ -38,10 +38,7 @@ def make() -> Iterator[Make]:
         yield make
 
 
-@pytest.fixture
-def device() -> Iterator[ThreadedDevice]:
-    with ThreadedDevice() as device:
-        yield device
+device = pytest.fixture(devices)
 
 
 def out_of(rig: MemoryRig) -> ThreadedStream:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +33,7 @@ from nixl_offload.engine.staging import DeviceSlot, SlotPool, device_pool
 from nixl_offload.engine.streams import READY, Device
 from nixl_offload.errors import LayoutError
 from nixl_offload.movers.base import MemoryKind
-from tests.unit.device_rig import ThreadedDevice, settled
+from tests.unit.device_rig import ThreadedDevice, devices, settled
 
 Bytes = npt.NDArray[np.uint8]
 BLOCKS = 24
@@ -61,10 +61,7 @@ CASES: dict[str, tuple[list[int], int, int, int]] = {
 }
 
 
-@pytest.fixture
-def device() -> Iterator[Device]:
-    with ThreadedDevice() as device:
-        yield device
+device = pytest.fixture(devices)
 
 
 def noise(length: int, seed: int) -> Bytes:

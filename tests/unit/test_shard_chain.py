@@ -19,8 +19,8 @@ from nixl_offload.engine.records import Act
 from nixl_offload.errors import NotSupportedError
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Key, Outcome
-from tests.unit.fleet_rig import CHUNK_BLOCKS, MEMORY, SLAB, TREE, EngineRig, RankRig, key, ok, shards
-from tests.unit.link_rig import NAMESPACE_NAME
+from tests.unit.fleet_rig import CHUNK_BLOCKS, MEMORY, SLAB, TREE, EngineRig, RankRig, key, ok
+from tests.unit.link_rig import NAMESPACE_NAME, shards
 
 CHUNKS = range(5)
 Make = Callable[..., EngineRig]
