@@ -6,9 +6,11 @@ Threading: one thread steps an engine; a process has one engine. Ownership: ``cl
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,9 +19,9 @@ from typing import Any
 from examples.demo.engine import QUICK_OPTIONS, Engine, quick_environment, transfer_config
 from examples.demo.engine_process import EngineHost, _answer, _sampling
 from examples.demo.model import ModelShape, write_model
-from tests.vllm.harness import ONE_CORE, Workshop
+from tests.vllm.harness import ONE_CORE, Workshop, start_zygote
 from tests.vllm.played.plugin import environment
-from tests.vllm.zygote import MAIN_MODULE, Zygote
+from tests.vllm.zygote import MAIN_MODULE
 
 SHAPE = ModelShape(layers=2, hidden=256, heads=4, kv_heads=2, intermediate=512, vocab=1024, max_tokens=1024)
 BLOCK_TOKENS = 16
@@ -88,8 +90,7 @@ class PlayedWorkshop(Workshop):
 
     def __init__(self) -> None:
         self.entry_point = Path(tempfile.mkdtemp(prefix="nixl-offload-played-"))
-        environ = {**quick_environment(scratch=self.entry_point, in_process=True), **ONE_CORE}
-        self._played = Zygote(self.entry_point / "log", {**environ, **environment(self.entry_point)})
+        self._played = start_zygote(self.entry_point, **environment(self.entry_point))
         super().__init__(self._played)
 
     def start_played(
@@ -113,7 +114,7 @@ class PlayedWorkshop(Workshop):
             **quick_environment(scratch=self.scratch, in_process=True),
             **ONE_CORE,
             **environment(self.entry_point),
-            MAIN_MODULE: "tests.vllm.played.child",
+            MAIN_MODULE: __name__,
         }
         with log.open("ab") as log_file:
             process = self._played.fork(log_file, surroundings, spawns=False)
@@ -133,3 +134,16 @@ class PlayedWorkshop(Workshop):
         super().close()
         self._played.close()
         shutil.rmtree(self.entry_point, ignore_errors=True)
+
+
+def main() -> int:
+    """Run first in a process of ``PlayedWorkshop.call``: answer one request, on stdin, with JSON on stdout. A traceback
+    goes to the log.
+    """
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    request = json.load(sys.stdin)
+    function = getattr(importlib.import_module(request["module"]), request["function"])
+    json.dump(function(**request["arguments"]), answers)
+    answers.flush()
+    return 0

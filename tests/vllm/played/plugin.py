@@ -28,10 +28,10 @@ def register() -> str | None:
     """Return the platform's class if this process is to play the device."""
     if not os.environ.get(PLAYED):
         return None
-    from tests.vllm.played import device, kernels
+    from tests.vllm.played import device
 
     device.install()
-    kernels.install()
+    device.install_triton()
     return "tests.vllm.played.platform.PlayedPlatform"
 
 
