@@ -63,15 +63,8 @@ class Reference:
         return answers
 
     def until_loaded(self, engine: Engine, prompts: list[Prompt]) -> None:
-        """Ask until every full chunk comes from the tier and nothing is refused. Every answer must be right."""
-
-        def is_loaded() -> bool:
-            refused = loads_refused(engine)
-            answers = self.check(engine, prompts)
-            assert engine.settle()
-            return hits(answers) == FULL_TOKENS * len(prompts) and loads_refused(engine) == refused
-
-        until(is_loaded, "every full chunk is loaded", engine)
+        """Ask until all is loaded. Every answer must be right."""
+        until_loaded(engine, prompts, self.answers(prompts))
 
 
 def loads_refused(engine: Engine) -> int:
@@ -101,20 +94,37 @@ def until(
         time.sleep(0.05)
 
 
+def until_loaded(
+    engine: Engine,
+    prompts: list[Prompt],
+    right: list[Answer],
+    agree: Callable[[list[Answer], list[Answer]], None] = assert_same,
+) -> None:
+    """Ask until every full chunk comes from the tier and nothing is refused. ``agree`` compares each answer."""
+
+    def is_loaded() -> bool:
+        refused = loads_refused(engine)
+        assert engine.settle()
+        assert engine.reset_prefix_cache()
+        answers = engine.generate(prompts)
+        agree(answers, right)
+        assert engine.settle()
+        return hits(answers) == FULL_TOKENS * len(prompts) and loads_refused(engine) == refused
+
+    until(is_loaded, "every full chunk is loaded", engine)
+
+
 def until_stored(engine: Engine, medium: Medium, prompts: list[Prompt], shards: int) -> list[Answer]:
     """Ask until so many shards are stored: a busy machine may drop a store. Returns the first answers."""
-    first = engine.generate(prompts)
-    assert engine.settle()
+    answers: list[list[Answer]] = []
 
     def are_stored() -> bool:
-        if len(medium.shards()) >= shards:
-            return True
         assert engine.reset_prefix_cache()
-        engine.generate(prompts)
+        answers.append(engine.generate(prompts))
         return engine.settle() and len(medium.shards()) >= shards
 
     until(are_stored, f"{shards} shards are stored", engine)
-    return first
+    return answers[0]
 
 
 def let_beliefs_lapse() -> None:

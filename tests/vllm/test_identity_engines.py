@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from examples.demo.model import TINY, write_model
 from tests.families.checkpoints import CPU_MLA, IMAGE_TOKENS, write_mla, write_vision
 from tests.vllm import vision
-from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, RECOVERY_DEADLINE_S, Prompt, chunk_prompts, hits, said
+from tests.vllm.damage import ENGINE_OPTIONS, chunk_prompts, hits, until_loaded
 from tests.vllm.harness import Answer, Engine, Workshop, assert_same
 from tests.vllm.hub_stand_in import SECOND_SOURCE, HubStandIn
 from tests.vllm.media import Medium, tree
@@ -50,7 +49,7 @@ class Engines:
     def assert_shares(self, right: list[Answer], medium: Medium, **options: Any) -> None:
         """Assert that a new engine takes every full chunk from the tier and answers ``right``."""
         with self.start(medium, **options) as engine:
-            assert_loads(engine, right)
+            until_loaded(engine, PROMPTS, right)
             engine.stop()
 
     def assert_shares_nothing(self, right: list[Answer], medium: Medium, **options: Any) -> None:
@@ -58,19 +57,6 @@ class Engines:
         answers = self.answers(medium, **options)
         assert hits(answers) == 0
         assert_same(answers, right)
-
-
-def assert_loads(engine: Engine, right: list[Answer], prompts: list[Prompt] = PROMPTS) -> None:
-    """Assert that every full chunk comes from the tier. A busy machine may miss a deadline, so it may try again."""
-    deadline = time.monotonic() + RECOVERY_DEADLINE_S
-    while True:
-        answers = engine.generate(prompts)
-        assert_same(answers, right)
-        if hits(answers) == len(prompts) * FULL_TOKENS:
-            return
-        assert time.monotonic() < deadline, f"{hits(answers)} tokens were loaded{said(engine)}"
-        assert engine.settle()
-        assert engine.reset_prefix_cache()
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +162,7 @@ def test_images(engines: Engines, shared: Medium) -> None:
             assert hits(answers) == 0
             assert_same(answers, blue)
         engine.call("show", colour=RED)
-        assert_loads(engine, red, TEXT)
+        until_loaded(engine, TEXT, red)
         engine.stop()
 
     options["mm_processor_kwargs"] = {"do_normalize": False}

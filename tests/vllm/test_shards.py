@@ -26,7 +26,7 @@ from tests.vllm.damage import (
     hits,
     loads_refused,
     said,
-    until,
+    until_loaded,
     until_stored,
 )
 from tests.vllm.harness import TINY, Answer, Engine, ModelShape, Workshop, chain_config, close
@@ -83,15 +83,7 @@ def are_close(answers: list[Answer], right: list[Answer]) -> None:
 def stored_whole(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
     """Ask until the engine loads every full chunk: a busy machine may shed a store. Returns the first answers."""
     first = engine.generate(prompts)
-
-    def is_whole() -> bool:
-        assert engine.settle()
-        assert engine.reset_prefix_cache()
-        answers = engine.generate(prompts)
-        are_close(answers, first)
-        return hits(answers) == FULL_TOKENS * len(prompts)
-
-    until(is_whole, "everything is stored", engine, deadline_s=120.0)
+    until_loaded(engine, prompts, first, are_close)
     return first
 
 
