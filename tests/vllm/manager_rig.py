@@ -146,13 +146,20 @@ def offloading_config(world_size: int = 1, *, events: bool = True) -> Offloading
 
 
 def scheduler_half(
-    config: Config, world_size: int = 1, *, offloading: OffloadingConfig | None = None, caches: Any = None
+    config: Config,
+    world_size: int = 1,
+    *,
+    offloading: OffloadingConfig | None = None,
+    caches: Any = None,
+    vllm: Any = None,
 ) -> NixlOffloadScheduler:
-    """Return our half, with no tier open yet. ``offloading``, ``caches``: instead of the default ones."""
+    """Return our half, with no tier open yet. ``offloading``, ``caches``, ``vllm``: vLLM's configs, instead of the
+    default ones.
+    """
     offloading = offloading or offloading_config(world_size)
-    caches = caches or kv_cache_config()
-    spec = NixlOffloadSpec(offloading, config_file=config, vllm_config=vllm_config(world_size), kv_cache_config=caches)
-    return NixlOffloadScheduler(spec, vllm_config(world_size), caches)
+    caches, vllm = caches or kv_cache_config(), vllm or vllm_config(world_size)
+    spec = NixlOffloadSpec(offloading, config_file=config, vllm_config=vllm, kv_cache_config=caches)
+    return NixlOffloadScheduler(spec, vllm, caches)
 
 
 def ranks(count: int = 1, groups: int = 1) -> list[RankGeometry]:
@@ -219,15 +226,15 @@ class Rig:
         events: bool = True,
         is_open: bool = True,
         offloading: OffloadingConfig | None = None,
-        caches: Any = None,
+        **configs: Any,
     ) -> None:
-        """``config``: by default a memory tier. ``is_open``: whether the ranks have opened their tiers. ``offloading``,
-        ``caches``: vLLM's configs, instead of the default ones.
+        """``config``: by default a memory tier. ``is_open``: whether the ranks have opened their tiers. ``offloading``
+        and ``configs``: as for ``scheduler_half``.
         """
         init_none_hash(sha256)
         offloading = offloading or offloading_config(world_size, events=events)
         config = config or config_of(memory_tier(64))
-        self.scheduler = scheduler_half(config, world_size, offloading=offloading, caches=caches)
+        self.scheduler = scheduler_half(config, world_size, offloading=offloading, **configs)
         self.manager = self.scheduler.offload_manager
         self.manager.open(ranks(world_size, len(offloading.groups)))
         if is_open:

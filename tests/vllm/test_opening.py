@@ -26,10 +26,10 @@ from examples.demo.model import ModelShape, write_model
 from nixl_offload.errors import ConfigError
 from nixl_offload.vllm import background, rank_tiers, serving_tiers
 from nixl_offload.vllm.manager import NixlOffloadManager
-from nixl_offload.vllm.messages import RankStatus, StepMetadata, TicketReport, TicketSpec, WorkerReport
+from nixl_offload.vllm.messages import RankStatus, StepMetadata, WorkerReport
 from tests.faults.conftest import SmallFilesystem
 from tests.vllm import manager_rig
-from tests.vllm.manager_rig import Matching
+from tests.vllm.manager_rig import Matching, Rig
 from tests.vllm.pipeline_rig import CHUNK_TOKENS, PlayedEngine, played, vllm_config_of
 
 OPEN = RankStatus(frozenset({0}))
@@ -195,27 +195,30 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
-def manager_of(model: Path, tier: dict[str, Any], **settings: Any) -> NixlOffloadManager:
-    """``settings``: further fields of vLLM's configuration."""
-    vllm_config: Any = manager_rig.vllm_config()
-    vars(vllm_config).update(settings)
-    vllm_config.model_config.model = str(model)
-    return NixlOffloadManager(manager_rig.offloading_config(), manager_rig.config_of(tier), vllm_config)
+@pytest.fixture
+def start(model: Path, tmp_path: Path, keep: Callable[[Rig], Rig]) -> Callable[..., Rig]:
+    """Starts the scheduler's half of an engine of ``model`` over a slab; its ranks are still to open it."""
+
+    def made(*, tier: dict[str, Any] | None = None, **settings: Any) -> Rig:
+        """``settings``: further fields of vLLM's configuration."""
+        vllm = manager_rig.vllm_config()
+        vars(vllm).update(settings)
+        vllm.model_config.model = str(model)
+        config = manager_rig.config_of(tier or manager_rig.slab_tier(tmp_path / "kv"))
+        return keep(Rig(config, is_open=False, vllm=vllm))
+
+    return made
 
 
-def ask(manager: NixlOffloadManager) -> None:
-    """A request comes, and a step is scheduled."""
-    manager.on_new_request(manager_rig.request("new"))
-    manager.on_schedule_end(ScheduleEndContext([], []))
+def ask(rig: Rig) -> None:
+    """A request comes, and a step is scheduled. The ranks have nothing more to open."""
+    rig.manager.on_new_request(manager_rig.request("new"))
+    rig.manager.on_schedule_end(ScheduleEndContext([], []))
+    manager_rig.ranks_open(rig.manager)
 
 
-def stored(manager: NixlOffloadManager, *numbers: int) -> tuple[bytes, ...]:
-    """Offer chunks; return those that are taken. The ranks have nothing to open."""
-    manager_rig.ranks_open(manager)
-    output = manager.prepare_store(manager_rig.keys(*numbers), manager_rig.request())
-    assert output is not None
-    assert isinstance(output.store_spec, TicketSpec)
-    return output.store_spec.ticket.keys
+def lookup(rig: Rig) -> LookupResult:
+    return rig.manager.lookup(manager_rig.key(1), manager_rig.request())
 
 
 def wait_for_readers(*, are_there: bool) -> None:
@@ -226,84 +229,71 @@ def wait_for_readers(*, are_there: bool) -> None:
         time.sleep(0.001)
 
 
-def test_tiers_open_once_the_weights_are_known(model: Path, tmp_path: Path, unread: threading.Event) -> None:
-    manager = manager_of(model, manager_rig.slab_tier(tmp_path / "kv"))
-    manager.open(manager_rig.ranks())
-    ask(manager)
-    assert stored(manager, 1) == ()
-    assert manager.lookup(manager_rig.key(1), manager_rig.request()) is LookupResult.MISS
+def test_tiers_open_once_the_weights_are_known(
+    start: Callable[..., Rig], tmp_path: Path, unread: threading.Event
+) -> None:
+    rig = start()
+    ask(rig)
+    assert rig.offer(1).keys == ()
+    assert lookup(rig) is LookupResult.MISS
     assert not list(tmp_path.glob("kv/*/index.table"))
     unread.set()
-    manager_rig.wait_for_tiers(manager)
-    ask(manager)
-    assert stored(manager, 1) == tuple(manager_rig.keys(1))
-    manager.shutdown()
+    manager_rig.wait_for_tiers(rig.manager)
+    ask(rig)
+    rig.store(1)
 
 
 @pytest.mark.parametrize("after", ["while the model is read", "before the first request"])
 def test_a_reset_before_the_tiers_are_taken_over_holds(
-    model: Path, tmp_path: Path, unread: threading.Event, after: str
+    start: Callable[..., Rig], unread: threading.Event, after: str
 ) -> None:
     """The weights may have changed while the engine started: chunks of earlier engines must not be served."""
-    key, request = manager_rig.key(1), manager_rig.request()
     unread.set()
-    manager = manager_of(model, manager_rig.slab_tier(tmp_path / "kv"))
-    manager.open(manager_rig.ranks())
-    manager_rig.wait_for_tiers(manager)
-    manager_rig.ranks_open(manager)
-    output = manager.prepare_store([key], request)
-    assert output is not None
-    assert isinstance(output.store_spec, TicketSpec)
-    manager.settle({output.store_spec.ticket.ticket: TicketReport(1, {})})
-    assert manager.lookup(key, request) is LookupResult.HIT
-    manager.shutdown()
+    rig = start()
+    manager_rig.wait_for_tiers(rig.manager)
+    manager_rig.ranks_open(rig.manager)
+    rig.store(1)
+    assert lookup(rig) is LookupResult.HIT
+    rig.close()
 
     unread.clear()
-    manager = manager_of(model, manager_rig.slab_tier(tmp_path / "kv"))
-    manager.open(manager_rig.ranks())
+    rig = start()
     if after == "before the first request":
         unread.set()
-        manager_rig.wait_for_tiers(manager)
-    manager.reset_cache()
+        manager_rig.wait_for_tiers(rig.manager)
+    rig.manager.reset_cache()
     unread.set()
-    manager_rig.wait_for_tiers(manager)
-    ask(manager)
-    manager_rig.ranks_open(manager)
-    assert manager.lookup(key, request) is LookupResult.MISS
-    manager.shutdown()
+    manager_rig.wait_for_tiers(rig.manager)
+    ask(rig)
+    assert lookup(rig) is LookupResult.MISS
 
 
 def test_weights_that_cannot_be_read_turn_offloading_off(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    start: Callable[..., Rig], model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At start, and later."""
     (model / "model.safetensors").unlink()
     (model / "model.safetensors").symlink_to(tmp_path / "gone")
-    manager = manager_of(model, manager_rig.slab_tier(tmp_path / "kv"))
-    manager.open(manager_rig.ranks())
-    ask(manager)
-    assert stored(manager, 1) == ()
+    rig = start()
+    ask(rig)
+    assert rig.offer(1).keys == ()
     assert "Offloading is off until the engine restarts" in caplog.text
     assert "model.safetensors" in caplog.text
-    manager.shutdown()
 
 
-def test_a_capacity_that_does_not_fit_the_model_ends_the_start(model: Path) -> None:
+def test_a_capacity_that_does_not_fit_the_model_ends_the_start(start: Callable[..., Rig]) -> None:
     """It is the config that is wrong, and nothing would ever mend it."""
-    manager = manager_of(model, manager_rig.memory_tier(1))
     with pytest.raises(ConfigError, match="too small for this model"):
-        manager.open(manager_rig.ranks())
-    manager.shutdown()
+        start(tier=manager_rig.memory_tier(1))
 
 
-def test_a_shutdown_ends_the_reading_of_a_file_that_a_setting_names(model: Path, tmp_path: Path) -> None:
+def test_a_shutdown_ends_the_reading_of_a_file_that_a_setting_names(start: Callable[..., Rig], tmp_path: Path) -> None:
     """And does not wait for it: it would take minutes."""
     with (tmp_path / "scales").open("wb") as scales:
         scales.truncate(1 << 40)
-    manager = manager_of(model, manager_rig.slab_tier(tmp_path / "kv"), additional_config={"scales": scales.name})
-    manager.open(manager_rig.ranks())
+    rig = start(additional_config={"scales": scales.name})
     wait_for_readers(are_there=True)
-    manager.shutdown()
+    rig.close()
     wait_for_readers(are_there=False)
 
 
