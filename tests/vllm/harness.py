@@ -177,3 +177,8 @@ def close(answer: Answer, right: Answer, *, logprob_tolerance: float = 1e-3) -> 
     return answer.tokens == right.tokens and all(
         abs(a - b) <= logprob_tolerance for a, b in zip(answer.logprobs, right.logprobs, strict=True)
     )
+
+
+def assert_close(answers: Sequence[Answer], right: Sequence[Answer]) -> None:
+    """Assert that tokens are the same and logprobs nearly, as ``close``."""
+    assert all(close(answer, other) for answer, other in zip(answers, right, strict=True))

@@ -26,8 +26,8 @@ from tests.vllm.harness import (
     ModelShape,
     Workshop,
     ask_anew,
+    assert_close,
     assert_same,
-    close,
     prompts,
 )
 from tests.vllm.media import memory, slab
@@ -112,7 +112,7 @@ def test_what_is_stored_is_found_and_changes_no_answer(scene: Scene) -> None:
     assert engine.reset_prefix_cache()
     together = engine.generate(PROMPTS, together=True)  # other shapes of batches: logprobs are only close
     assert [answer.cached_tokens for answer in together] == [FULL_TOKENS] * len(PROMPTS)
-    assert all(close(answer, right) for answer, right in zip(together, scene.right["each"], strict=True))
+    assert_close(together, scene.right["each"])
     # Of a sliding-window group vLLM stores just the last window, so there a prefix that ends earlier is a miss.
     [answer] = ask_anew(engine, [FORK])
     assert answer.external_hit_tokens == (0 if scene.has_windows else 2 * MAX_BATCHED_TOKENS)
@@ -164,7 +164,7 @@ def test_a_running_request_that_a_reset_preempts_is_loaded_in_the_same_step(scen
     loaded = engine.metrics()["vllm:kv_offload_load_bytes"]
     answers, resets = engine.generate_through_resets(OTHERS, max_tokens=24, every=3)
     assert resets > 3
-    assert all(close(answer, right) for answer, right in zip(answers, _begins(scene.right["long"], 24), strict=True))
+    assert_close(answers, _begins(scene.right["long"], 24))
     assert engine.metrics()["vllm:kv_offload_load_bytes"] > loaded, "nothing was loaded, so nothing was shown"
     assert engine.settle(), "something is still waiting"
 
@@ -183,17 +183,17 @@ def test_an_engine_short_of_blocks(scene: Scene, workshop: Workshop) -> None:
     with workshop.start_engine(scene.shape, tier, num_gpu_blocks_override=blocks, max_model_len=2048) as engine:
         assert_same(engine.generate(MANY), right)
         together = engine.generate(MANY, together=True)
-        assert all(close(answer, other) for answer, other in zip(together, right, strict=True))
+        assert_close(together, right)
         assert engine.settle()
         again = engine.generate(MANY)
         assert_same(again, right)
         assert sum(answer.external_hit_tokens for answer in again) > 0
         long = engine.generate(OTHERS, max_tokens=160, together=True)
         assert engine.metrics()["vllm:num_preemptions"] > 0, "nothing was preempted, so nothing was shown"
-        assert all(close(answer, other) for answer, other in zip(long, scene.right["long"], strict=True))
+        assert_close(long, scene.right["long"])
         assert engine.settle()
         again = engine.generate(OTHERS, max_tokens=16)
-        assert all(close(answer, other) for answer, other in zip(again, _begins(scene.right["long"], 16), strict=True))
+        assert_close(again, _begins(scene.right["long"], 16))
         engine.stop()
 
 

@@ -29,7 +29,7 @@ from tests.vllm.damage import (
     until_loaded,
     until_stored,
 )
-from tests.vllm.harness import TINY, Answer, Engine, ModelShape, Workshop, chain_config, close
+from tests.vllm.harness import TINY, Answer, Engine, ModelShape, Workshop, assert_close, chain_config
 from tests.vllm.media import Medium, bucket, slab, tree
 from tests.vllm.staged_cpu import EXTENSION
 
@@ -75,15 +75,10 @@ def start(workshop: Workshop, server: RcloneServer) -> Iterator[Start]:
         engine.close()
 
 
-def are_close(answers: list[Answer], right: list[Answer]) -> None:
-    """Of engines of other sizes: but for rounding."""
-    assert all(close(answer, other) for answer, other in zip(answers, right, strict=True))
-
-
 def stored_whole(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
     """Ask until the engine loads every full chunk: a busy machine may shed a store. Returns the first answers."""
     first = engine.generate(prompts)
-    until_loaded(engine, prompts, first, are_close)
+    until_loaded(engine, prompts, first, assert_close)
     return first
 
 
@@ -92,7 +87,7 @@ def all_from_the_tier(engine: Engine, prompts: list[list[int]], right: list[Answ
     assert engine.reset_prefix_cache()
     answers = engine.generate(prompts)
     assert hits(answers) == FULL_TOKENS * len(prompts), said(engine)
-    are_close(answers, right)
+    assert_close(answers, right)
     assert not loads_refused(engine)
 
 
@@ -114,11 +109,11 @@ def test_sizes_share_what_they_store(
     without = Reference(workshop.start_engine(shape, **ENGINE_OPTIONS)).answers([*PROMPTS, *LATER])
     cut = {"heads": 2, "layers": stages}
     one = start([medium.tier], shape=shape, shards=cut)
-    are_close(stored_whole(one, PROMPTS), without[:2])
+    assert_close(stored_whole(one, PROMPTS), without[:2])
     assert len(medium.shards()) >= 2 * stages * CHUNKS
     writer = two = start([medium.tier], 1 if stages > 1 else 2, stages, shape=shape, shards=cut)
     all_from_the_tier(writer, PROMPTS, without[:2])
-    are_close(stored_whole(writer, LATER), without[2:])
+    assert_close(stored_whole(writer, LATER), without[2:])
     if stages > 1:
         writer.stop()
         two = start([medium.tier], 2, shape=shape, shards=cut)
@@ -130,7 +125,7 @@ def test_sizes_share_what_they_store(
         DAMAGES[damage](shard, shard, 1.0)
         medium.forget()
         assert two.reset_prefix_cache()
-        are_close(two.generate([*PROMPTS, *LATER]), without)
+        assert_close(two.generate([*PROMPTS, *LATER]), without)
     assert loads_refused(two)
 
 
@@ -174,7 +169,7 @@ def test_a_slab_has_one_copy_of_what_two_ranks_have_alike(workshop: Workshop, st
     answers = second.generate(PROMPTS)
     assert second.settle()
     assert loads_refused(second)
-    are_close(answers, right)
+    assert_close(answers, right)
 
 
 def test_a_chunk_is_there_only_if_both_ranks_have_it(workshop: Workshop, start: Start) -> None:
@@ -195,18 +190,18 @@ def test_a_chunk_is_there_only_if_both_ranks_have_it(workshop: Workshop, start: 
     assert engine.reset_prefix_cache()
     answers = engine.generate(LATER)
     assert hits(answers) == 0, "rank 0 has stored them, rank 1 has not"
-    are_close(answers, first)
+    assert_close(answers, first)
     other.rmdir()
     aside.rename(other)
-    are_close(stored_whole(engine, LATER), first)
+    assert_close(stored_whole(engine, LATER), first)
     refused = loads_refused(engine)
     for shard in medium.stored(rank=0):
         DAMAGES["flipped"](shard, shard, 0.5)
-    are_close(stored_whole(engine, PROMPTS), right)
+    assert_close(stored_whole(engine, PROMPTS), right)
     assert loads_refused(engine) > refused
     engine.stop()
     again = start([medium.tier], 2, shards=None, forked=False)
-    are_close(stored_whole(again, PROMPTS), right)
+    assert_close(stored_whole(again, PROMPTS), right)
     assert again.stored_bytes() == 0
 
 
