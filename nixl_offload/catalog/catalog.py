@@ -196,7 +196,7 @@ class Catalog:
     ) -> Lookup:
         """Say whether ``key`` can be loaded, from the nearest tier that knows it, among those ``allowed`` (None: all).
 
-        RETRY if a tier has to look first: it begins at the next ``flush``, and answers within its own deadline.
+        RETRY if a tier has to look first: it begins at the next ``on_step``, and answers within its own deadline.
         """
         pending = retry = False
         for position, tier in self._numbered if allowed is None else self._among(allowed):
@@ -225,10 +225,10 @@ class Catalog:
                 found = position if found is None else found
         return found
 
-    def flush(self, now_s: float) -> None:
+    def on_step(self, now_s: float) -> None:
         """A step is scheduled: let tiers look for chunks that lookups have asked about."""
         for tier in self.tiers:
-            tier.flush(now_s)
+            tier.on_step(now_s)
 
     def forget_request(self, request_id: str) -> None:
         """No more lookups will come for this request."""
@@ -276,7 +276,7 @@ class Catalog:
                 continue
             location = None
             if None in states and not is_full:  # else every tier writes or evicts it
-                location = self._place(key, states, refused, now_s)
+                location = self._reserve_nearest(key, states, refused, now_s)
                 is_full = location is None
             if location is not None:
                 granted.append(key)
@@ -304,7 +304,7 @@ class Catalog:
                 self.tiers[position].touch(key)
             locations.append(NOWHERE if position is None else self.tiers[position].pin(key))
         ticket = self._open("load", wanted, locations, now_s)
-        slots = self._promotion_slots(wanted, locations)
+        slots = self._reserve_promotions(wanted, locations)
         promoted = [(key, slot) for key, slot in zip(wanted, slots, strict=True) if slot is not None]
         if not promoted:
             return LoadTicket(ticket, wanted, tuple(locations))
@@ -351,9 +351,9 @@ class Catalog:
             keys = [key for key, tier in zip(record.keys, tiers, strict=True) if tier == position]
             among = {key: failed[key] for key in keys if key in failed}
             if record.kind == "load":
-                self.removed(position, self.tiers[position].loaded(keys, among, now_s))
+                self.note_removed(position, self.tiers[position].after_load(keys, among, now_s))
             else:
-                self.tiers[position].stored(keys, among, now_s)
+                self.tiers[position].after_store(keys, among, now_s)
         return Settled(record.kind, record.keys, failed, tiers)
 
     def clear(self) -> None:
@@ -369,7 +369,7 @@ class Catalog:
 
     # What has changed
 
-    def removed(self, tier: int, keys: Iterable[Key]) -> None:
+    def note_removed(self, tier: int, keys: Iterable[Key]) -> None:
         """Record that a tier has given up loadable chunks. For the parts of the catalog."""
         self._note_change(tier, tuple(keys), removed=True)
 
@@ -424,7 +424,7 @@ class Catalog:
             self._offers.popitem(last=False)
         return offers >= self._store_after
 
-    def _place(
+    def _reserve_nearest(
         self, key: Key, states: Sequence[State | None], refused: set[tuple[int, int]], now_s: float
     ) -> Location | None:
         """Make ``key`` WRITING in the nearest tier that takes it. None: none does. ``states``: of the key, by tier.
@@ -449,7 +449,7 @@ class Catalog:
                 continue
             evicted: list[Key] = []
             location = tier.reserve(key, needed, evicted)
-            self.removed(position, evicted)
+            self.note_removed(position, evicted)
             if location is None:
                 refused.add((position, needed))
                 continue
@@ -460,7 +460,7 @@ class Catalog:
             return location
         return None
 
-    def _promotion_slots(self, keys: Sequence[Key], locations: Sequence[Location]) -> list[Location | None]:
+    def _reserve_promotions(self, keys: Sequence[Key], locations: Sequence[Location]) -> list[Location | None]:
         """Reserve slots in memory for chunks from farther tiers. All of ``keys`` must be pinned already."""
         slots: list[Location | None] = [None] * len(keys)
         memory = self.chain.memory
@@ -471,7 +471,7 @@ class Catalog:
         for at, key in enumerate(keys):
             if locations[at].tier > memory and tier.state(key) is None:
                 slots[at] = tier.reserve(key, self.slot_bytes(key), evicted)
-        self.removed(memory, evicted)
+        self.note_removed(memory, evicted)
         return slots
 
     # Inside: tickets. They are settled from the end of a prefix to its beginning, so that its end is evicted first: a
@@ -516,7 +516,7 @@ class Catalog:
                 source = self.tiers[move.source.tier]
                 source.unpin(key)
                 if outcome is Outcome.CORRUPT:
-                    self.removed(move.source.tier, source.loaded([key], {key: Outcome.CORRUPT}, now_s))
+                    self.note_removed(move.source.tier, source.after_load([key], {key: Outcome.CORRUPT}, now_s))
                 self.moves.settled(move, outcome.value if outcome else "ok" if is_ready else "gone", now_s)
         for position, key in reversed(ready):
             self._note_change(position, (key,), removed=False)

@@ -320,7 +320,7 @@ class Moves:
             begun.append(Move(key, self._tiers[source].pin(key), location, prefetch))
             if len(begun) >= MAX_BEGUN:
                 break
-        self._catalog.removed(target, evicted)
+        self._catalog.note_removed(target, evicted)
         for move in begun:
             del waiting[move.key]
         for key, why in over:

@@ -1,6 +1,6 @@
 """``nixl-offload bucket init CONFIG``: shows the changes that a bucket needs, asks, and applies them.
 
-Threading: one thread. ``stores.bucket`` plans the changes.
+Threading: one thread. ``stores.lifecycle`` plans the changes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run_init(arguments: Namespace) -> int:
     if tier is None:
         raise ConfigError(f"{arguments.file}: tiers: none of them has kind: s3, so there is no bucket")
     try:
-        from nixl_offload.stores.bucket import apply_lifecycle, plan_lifecycle
+        from nixl_offload.stores.lifecycle import apply_lifecycle, plan_lifecycle
     except ImportError as exc:
         raise NotSupportedError(f"bucket init needs boto3 ({exc}); pip install boto3") from exc
     plan, applied = plan_lifecycle(tier), False

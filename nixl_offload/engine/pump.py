@@ -67,7 +67,7 @@ class TierEngine:
         self._stretch = paths.stretch
         self._batches: list[Batch] = []
         self._quiet_s: float | None = None
-        """See ``Mover.look``."""
+        """See ``Mover.poll_all``."""
         self._all_wait = False
         """No batch can go on before the mover has news."""
         self._step_all_s = 0.0
@@ -185,7 +185,7 @@ class TierEngine:
         """Step every batch that can go on; True if any of them ended."""
         ended, now_s = False, self._clock()
         mover = self.paths.mover
-        self._quiet_s = None if mover is None else mover.look()
+        self._quiet_s = None if mover is None else mover.poll_all()
         steps_all = self._quiet_s is None or now_s >= self._step_all_s
         if self._all_wait and self._quiet_s and not steps_all:
             return False

@@ -28,11 +28,11 @@ from typing import Final
 from nixl_offload.errors import IndexStateError
 from nixl_offload.types import Key, Location
 
-_SHARDS: Final = 128
+_DICTS: Final = 128
 """Dictionaries per slot size, chosen by the highest bits of a key's hash. Small ones are faster: a growing dictionary
 is copied at once, and ``next(iter(...))`` steps over every removed entry."""
-_SHARD_SHIFT: Final = 57
-"""``hash(key) >> _SHARD_SHIFT`` is -64 to 63. The lowest bits place keys within a dictionary, so they would not do."""
+_DICT_SHIFT: Final = 57
+"""``hash(key) >> _DICT_SHIFT`` is -64 to 63. The lowest bits place keys within a dictionary, so they would not do."""
 _OFFSET_BITS: Final = 56
 _OFFSET_MASK: Final = (1 << _OFFSET_BITS) - 1
 
@@ -71,21 +71,21 @@ class _Queue:
     keys of an OrderedDict.
     """
 
-    __slots__ = ("_has_head", "_heads", "shards", "slot_bytes")
+    __slots__ = ("_has_head", "_heads", "dicts", "slot_bytes")
 
     def __init__(self, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
-        self.shards: tuple[dict[Key, int], ...] = tuple({} for _ in range(_SHARDS))
+        self.dicts: tuple[dict[Key, int], ...] = tuple({} for _ in range(_DICTS))
         """Key -> last use and offset, packed in one number. The least recently used key of each comes first."""
         self._heads: list[tuple[int, int]] = []
-        """A heap of (packed number, shard), at most one per shard. The number is that of its first key, now or
+        """A heap of (packed number, dictionary), at most one for each. The number is that of its first key, now or
         earlier."""
-        self._has_head = bytearray(_SHARDS)
+        self._has_head = bytearray(_DICTS)
 
     def use(self, key: Key, packed: int) -> None:
         """Make a key the most recently used."""
-        number = hash(key) >> _SHARD_SHIFT
-        self.shards[number][key] = packed
+        number = hash(key) >> _DICT_SHIFT
+        self.dicts[number][key] = packed
         if not self._has_head[number]:
             self._has_head[number] = True
             heappush(self._heads, (packed, number))
@@ -95,7 +95,7 @@ class _Queue:
         heads = self._heads
         while heads:
             oldest, number = heads[0]
-            for key, packed in self.shards[number].items():
+            for key, packed in self.dicts[number].items():
                 if packed == oldest:
                     return key
                 heapreplace(heads, (packed, number))
@@ -129,14 +129,14 @@ class Index:
 
     def __len__(self) -> int:
         """Number of keys, in any state."""
-        return len(self._held) + sum(len(shard) for queue in self._queues.values() for shard in queue.shards)
+        return len(self._held) + sum(len(keys) for queue in self._queues.values() for keys in queue.dicts)
 
     def __iter__(self) -> Iterator[Key]:
         """Yield all keys, in any state and order. For checks."""
         yield from self._held
         for queue in self._queues.values():
-            for shard in queue.shards:
-                yield from shard
+            for keys in queue.dicts:
+                yield from keys
 
     # Questions
 
@@ -236,7 +236,7 @@ class Index:
         ready = self._ready(key)
         if ready is not None:
             queue, packed = ready
-            del queue.shards[hash(key) >> _SHARD_SHIFT][key]
+            del queue.dicts[hash(key) >> _DICT_SHIFT][key]
             queue.use(key, next(self._uses) << _OFFSET_BITS | packed & _OFFSET_MASK)
 
     def renew(self, key: Key, location: Location) -> None:
@@ -285,9 +285,9 @@ class Index:
 
     def _ready(self, key: Key) -> tuple[_Queue, int] | None:
         """Return the queue of a READY and unpinned key and its packed number there; None in other states."""
-        number = hash(key) >> _SHARD_SHIFT
+        number = hash(key) >> _DICT_SHIFT
         for queue in self._queues.values():
-            packed = queue.shards[number].get(key)
+            packed = queue.dicts[number].get(key)
             if packed is not None:
                 return queue, packed
         return None
@@ -302,7 +302,7 @@ class Index:
     def _take(self, key: Key) -> Location:
         """Remove a READY and unpinned key and return its location."""
         location = self.location(key)
-        del self._queues[location.slot_bytes].shards[hash(key) >> _SHARD_SHIFT][key]
+        del self._queues[location.slot_bytes].dicts[hash(key) >> _DICT_SHIFT][key]
         return location
 
     def _written(self, key: Key, to_be: str) -> _Held:
@@ -322,6 +322,6 @@ class Index:
         """Assert every invariant. For tests, at the end of each."""
         assert len(set(self)) == len(self), "a key is in two states"
         for queue in self._queues.values():
-            for number, shard in enumerate(queue.shards):
-                assert all((hash(key) >> _SHARD_SHIFT) % _SHARDS == number for key in shard), "a key is astray"
-                assert sorted(shard.values()) == list(shard.values()), "a key was used and not moved"
+            for number, keys in enumerate(queue.dicts):
+                assert all((hash(key) >> _DICT_SHIFT) % _DICTS == number for key in keys), "a key is astray"
+                assert sorted(keys.values()) == list(keys.values()), "a key was used and not moved"

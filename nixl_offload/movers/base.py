@@ -261,7 +261,7 @@ class Mover:
             self._advance(pending)
         return transfer.state
 
-    def look(self) -> float | None:
+    def poll_all(self) -> float | None:
         """Poll all transfers. Returns 0.0 if any has ended since the last call, else the seconds until the next call
         makes sense. Returns None if the mover has no such call; then poll each transfer.
         """

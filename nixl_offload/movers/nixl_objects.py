@@ -88,7 +88,7 @@ class NixlObjectMover(AgentMover):
         self._look_s = 0.0
         """When the next poll is due."""
         self._news = False
-        """Whether a transfer has ended since the last ``look``."""
+        """Whether a transfer has ended since the last ``poll_all``."""
 
     def _register_file(self, file: FileId, entry: FileEntry) -> None:
         number = next(_object_numbers)
@@ -126,7 +126,7 @@ class NixlObjectMover(AgentMover):
     def _advance(self, transfer: _ObjectTransfer) -> None:
         self._pass()
 
-    def look(self) -> float | None:
+    def poll_all(self) -> float | None:
         self._pass()
         news, self._news = self._news, False
         return 0.0 if news else max(self._look_s - time.monotonic(), 0.0)

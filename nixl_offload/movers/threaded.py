@@ -115,7 +115,7 @@ class ThreadedMover(Mover):
     def _advance(self, transfer: ThreadedTransfer) -> None:
         self._collect()
 
-    def look(self) -> float | None:
+    def poll_all(self) -> float | None:
         return 0.0 if self._collect() else _LOOK_S
 
     def _collect(self) -> bool:

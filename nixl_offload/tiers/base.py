@@ -159,10 +159,10 @@ class Tier:
         """Mark a READY chunk as recently used; others are ignored."""
 
     def lookup(self, key: Key, context: LookupContext, now_s: float) -> Lookup:
-        """Return whether ``key`` can be loaded. RETRY: unknown; ``flush`` starts a search."""
+        """Return whether ``key`` can be loaded. RETRY: unknown; ``on_step`` starts a search."""
         return Lookup.MISS
 
-    def flush(self, now_s: float) -> None:
+    def on_step(self, now_s: float) -> None:
         """Called at the end of each scheduler step: start the searches of its lookups, take in finished ones."""
 
     def forget_request(self, request_id: str) -> None:
@@ -172,10 +172,10 @@ class Tier:
         """Whether a lookup of this request went unanswered. The request stores nothing there, to avoid duplicates."""
         return False
 
-    def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
+    def after_store(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
         """Called when a store has been settled (committed or aborted): record whether the storage worked."""
 
-    def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
+    def after_load(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
         """Called when a load has been settled (unpinned): drop the chunks that failed, and return them."""
         return []
 

@@ -135,7 +135,7 @@ class SlotTier(Tier):
             self._durable.delete(self._index.location(key))
         self._free(self._index.drop(key))
 
-    def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
+    def after_load(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
         """Drop the chunks of a load that did not arrive or are damaged. Returns the dropped ones."""
         dropped = [key for key in not_arrived(keys, failed) if self.state(key) is State.READY]
         for key in dropped:

@@ -272,7 +272,7 @@ class NixlOffloadManager(OffloadingManager):
             self._reopen_when_idle()
         if not self.serving.is_whole:
             self.serving.update()
-        self.catalog.flush(time.monotonic())
+        self.catalog.on_step(time.monotonic())
         if self.catalog.is_chain and not self._reopens and not self.is_paused:
             moves = self.catalog.begin_moves(time.monotonic())
             self.moves += moves

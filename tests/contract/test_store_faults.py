@@ -22,7 +22,7 @@ from nixl_offload.errors import ConfigError, NotSupportedError, StoreError
 from nixl_offload.movers.nixl import object_plugin
 from nixl_offload.stores import obstore
 from nixl_offload.stores.base import Store
-from nixl_offload.stores.bucket import plan_lifecycle
+from nixl_offload.stores.lifecycle import plan_lifecycle
 from nixl_offload.stores.s3 import S3Address, open_store
 from tests.contract.suites.store_suite import CALLS, cause_of, read
 from tests.s3.proxy import Answer, Fault, FaultProxy, Hold, Raw, Reset, answering, raw

@@ -52,7 +52,7 @@ class ChainRig:
 
     def step_ends(self) -> None:
         """Let tiers begin, and finish, what lookups have asked for."""
-        self.engine.catalog.flush(self.world.now_s)
+        self.engine.catalog.on_step(self.world.now_s)
         self.engine.wait_for_threads()
 
     # What vLLM does.

@@ -128,13 +128,13 @@ class SharedMachine(RuleBasedStateMachine):
 
     @rule()
     def step_ends(self) -> None:
-        self.catalog.flush(self.rig.now())
+        self.catalog.on_step(self.rig.now())
 
     @rule()
     def background_work_is_done(self) -> None:
         deadline_s = time.monotonic() + 20.0
         while (self.rig.tier._prober.is_busy or self.rig.tier._prober._events) and time.monotonic() < deadline_s:
-            self.catalog.flush(self.rig.now())
+            self.catalog.on_step(self.rig.now())
 
     # vLLM
 

@@ -332,7 +332,7 @@ class Server:
         """Do the work at the end of a vLLM step. Tiers with trouble on any rank are disabled."""
         self._take_opened()
         now_s = time.monotonic()
-        self.catalog.flush(now_s)
+        self.catalog.on_step(now_s)
         for grant in self.catalog.begin_moves(now_s):
             self.open_tickets[grant.ticket] = len(self.ranks)
             memory = None if self.config.memory is None else 0

@@ -17,7 +17,7 @@ from botocore.exceptions import ClientError
 from nixl_offload.cli.main import main
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import StoreError
-from nixl_offload.stores.bucket import apply_lifecycle, plan_lifecycle
+from nixl_offload.stores.lifecycle import apply_lifecycle, plan_lifecycle
 
 from .servers import MotoServer, RcloneServer, S3Server
 

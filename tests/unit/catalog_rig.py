@@ -132,7 +132,7 @@ class Chain:
             )
 
     def begin(self) -> list[MoveTicket]:
-        self.catalog.flush(self.now_s)
+        self.catalog.on_step(self.now_s)
         grants = self.catalog.begin_moves(self.now_s)
         self.open.update((grant.ticket, len(grant.keys)) for grant in grants)
         return grants

@@ -220,7 +220,7 @@ class Rig:
         return answers
 
     def flush(self) -> None:
-        self.tier.flush(self.now())
+        self.tier.on_step(self.now())
 
     def hits(self, request: str, keys: Sequence[Key], wait_s: float = WAIT_S) -> int:
         """Ask, step by step, until no answer is RETRY; return the number of leading hits."""

@@ -279,7 +279,7 @@ class LookingMover(FaultyMover):
         self.pending.append(transfer)
         return transfer
 
-    def look(self) -> float:
+    def poll_all(self) -> float:
         before = len(self.pending)
         self.pending = [transfer for transfer in self.pending if self.poll(transfer) is TransferState.PENDING]
         return 0.0 if len(self.pending) < before else 0.005

@@ -11,7 +11,7 @@ from unittest import mock
 
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import NotSupportedError, StoreError
-from nixl_offload.stores import bucket, http_get, obstore
+from nixl_offload.stores import http_get, lifecycle, obstore
 from nixl_offload.stores.base import ObjectInfo, Store
 from nixl_offload.stores.s3 import open_store
 from nixl_offload.tiers.shared.inspect import SharedInspector, read_manifest
@@ -84,7 +84,7 @@ def _namespaces(store: Store, tier: S3Config, answer: bytes) -> None:
 
 
 def _lifecycle(store: Store, tier: S3Config, answer: bytes) -> None:
-    assert all(change.isprintable() for change in bucket.plan_lifecycle(tier).changes)
+    assert all(change.isprintable() for change in lifecycle.plan_lifecycle(tier).changes)
 
 
 _QUESTIONS = {
@@ -98,7 +98,7 @@ _QUESTIONS = {
     lambda store, *_: read_manifest(store, _NAMESPACE): [_PLAIN + b'{"namespace": "x", "fields": {}}'],
     _namespaces: [_PLAIN + _LISTING % (b"%s/01/%s.0000" % (_NAMESPACE.encode(), b"01" * 24))],
     _lifecycle: [_PLAIN + _RULES],
-    lambda _, tier, *__: bucket.bucket_region(tier): [_PLAIN + b"<LocationConstraint>EU</LocationConstraint>"],
+    lambda _, tier, *__: lifecycle.bucket_region(tier): [_PLAIN + b"<LocationConstraint>EU</LocationConstraint>"],
 }
 """What is asked, and right answers to it."""
 _SEEDS = [
@@ -114,7 +114,7 @@ def test_what_an_s3_server_answers(data: bytes) -> None:
     head, end, body = data[1:].partition(b"\r\n\r\n")
     answer = head.replace(b"Content-Length: *", b"Content-Length: %d" % len(body)) + end + body
     fields = {"kind": "s3", "bucket": "kv-cache", "region": "us-east-1", "ttl": "7d", "request_timeout": "2s"}
-    once = mock.patch.object(bucket, "ATTEMPTS", 1), mock.patch.object(obstore, "ATTEMPTS", 1)  # pauses take long
+    once = mock.patch.object(lifecycle, "ATTEMPTS", 1), mock.patch.object(obstore, "ATTEMPTS", 1)  # pauses take long
     with (
         mock.patch.dict("os.environ", _ENVIRONMENT), once[0], once[1],
         mock.patch.object(http_get, "PAUSE_S", 0.0), answering(Raw(answer)) as server,

@@ -161,7 +161,7 @@ def test_a_tier_that_is_out_of_use_keeps_nobody_awake_for_long(make: MakeChain) 
     started_s = chain.now_s
     while chain.catalog.moves.has_pending:
         assert chain.now_s < started_s + 60.0
-        chain.catalog.flush(chain.now_s)
+        chain.catalog.on_step(chain.now_s)
         for grant in chain.begin():
             failed = grant.targets[0].tier == BUCKET
             chain.report(grant.ticket, dict.fromkeys(range(len(grant.keys)), Outcome.FAILED) if failed else {})
@@ -420,7 +420,7 @@ def test_nobody_looks_in_a_bucket_for_what_is_being_stored(make: MakeChain) -> N
     assert chain.catalog.lookup(key(1), chain.now_s, context) is Lookup.PENDING
     bucket = chain.tiers[BUCKET]
     assert isinstance(bucket, SharedTier)
-    bucket.flush(chain.now_s)
+    bucket.on_step(chain.now_s)
     assert not bucket.is_looking
     chain.now_s += 3.0
     assert chain.catalog.lookup(key(1), chain.now_s, context) is Lookup.RETRY, "waited long enough: it may be there"
@@ -506,7 +506,7 @@ def test_no_pin_is_left_whatever_happens(make: MakeChain, seed: int) -> None:
             chain.now_s += chance.choice([0.1, 5.0, 31.0])
         elif what < 0.98:
             chain.catalog.touch(keys(*some))
-            chain.catalog.flush(chain.now_s)
+            chain.catalog.on_step(chain.now_s)
         else:
             is_prefix = chance.random() < 0.5
             chain.catalog.moves.prefetch(keys(*some), range(len(some)), chain.now_s, is_prefix=is_prefix, groups=1)

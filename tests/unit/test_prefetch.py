@@ -173,7 +173,7 @@ def test_a_bucket_is_asked_first_and_then_read(make: MakeChain) -> None:
     found: list[tuple[bytes, int]] = []
     for _ in range(2000):
         found += bring(chain)
-        chain.catalog.flush(chain.now_s)
+        chain.catalog.on_step(chain.now_s)
         if not chain.catalog.moves.has_pending:
             break
         chain.wait_a_moment()
@@ -230,13 +230,13 @@ def test_a_step_without_looks_left_gives_no_search_up(make: MakeChain, monkeypat
     assert isinstance(bucket, SharedTier)
     for _ in range(6):
         assert begun(chain) == []
-        bucket.flush(chain.now_s)
+        bucket.on_step(chain.now_s)
     assert len(bucket._lookups) == 2, "both go on, however many steps the bucket takes"
     answers.set()
     found: set[Key] = set()
     while chain.catalog.moves.has_pending:
         found.update(brought for brought, _ in bring(chain))
-        chain.catalog.flush(chain.now_s)
+        chain.catalog.on_step(chain.now_s)
         chain.wait_a_moment()
     assert found == {key(number) for numbers in prompts for number in numbers}
 

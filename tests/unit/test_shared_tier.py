@@ -55,7 +55,7 @@ def _store(rig: Rig, *keys: Key) -> None:
         assert rig.tier.reserve(key, SLOT, []) == Location(0, 0, SLOT)
         rig.put(key)
         assert rig.tier.commit(key)
-    rig.tier.stored(keys, {}, rig.now())
+    rig.tier.after_store(keys, {}, rig.now())
 
 
 def _load(rig: Rig, *keys: Key, failed: dict[Key, Outcome] | None = None) -> list[Key]:
@@ -63,7 +63,7 @@ def _load(rig: Rig, *keys: Key, failed: dict[Key, Outcome] | None = None) -> lis
         rig.tier.pin(key)
     for key in keys:
         rig.tier.unpin(key)
-    return rig.tier.loaded(keys, failed or {}, rig.now())
+    return rig.tier.after_load(keys, failed or {}, rig.now())
 
 
 # Existence
@@ -142,7 +142,7 @@ def test_a_chunk_that_a_rank_could_not_store_is_absent_for_a_while(make: MakeRig
     rig.put(keys[0], ranks=[0])
     (rig.tier.retire if outcome is Outcome.TAINTED else rig.tier.abort)(keys[0])
     assert rig.tier.commit(keys[1])
-    rig.tier.stored(keys, {keys[0]: outcome}, rig.now())
+    rig.tier.after_store(keys, {keys[0]: outcome}, rig.now())
     assert rig.hits("a", keys) == 0
     assert rig.tier.state(keys[0]) is None, "it may be stored again"
     rig.put(keys[0])
@@ -446,7 +446,7 @@ def test_an_answer_older_than_a_store_does_not_undo_it(make: MakeRig, store: Mem
         time.sleep(0.001)
     assert rig.tier.reserve(key, SLOT, []) is not None
     assert rig.tier.commit(key)
-    rig.tier.stored([key], {}, rig.now())
+    rig.tier.after_store([key], {}, rig.now())
     gate.open()
     rig.settle()
     assert rig.ask("b", [key]) == [Lookup.HIT]

@@ -93,7 +93,7 @@ def store(tier: SlabTier, number: int) -> Location:
 
 def look(tier: SlabTier, now_s: float) -> None:
     """Report a failed store, and wait for the look that follows."""
-    tier.stored([key(1)], {key(1): Outcome.FAILED}, now_s)
+    tier.after_store([key(1)], {key(1): Outcome.FAILED}, now_s)
     until(lambda: not tier._looks.pending)
 
 
@@ -194,7 +194,7 @@ def test_a_directory_that_hangs_costs_one_thread(server: Server, monkeypatch: py
 
     monkeypatch.setattr(TierDirectory, "is_held", hang)
     for attempt in range(1, 4):
-        tier.look(attempt * 2 * LOOK_PAUSE_S)
+        tier.check_directory(attempt * 2 * LOOK_PAUSE_S)
     assert entered.acquire(timeout=WAIT_S)
     tier.close(timeout_s=0.01)
     assert not entered.acquire(blocking=False)
@@ -257,7 +257,7 @@ def test_chunks_are_evicted_where_others_have_filled_the_drive(server: Server) -
         assert first is not None
         assert first[1], "evicted"
         others.unlink()
-        tier.flush(rank.now_s)
+        tier.on_step(rank.now_s)
         until(lambda: not tier._looks.pending)
         more = put(tier, rank)
         assert more is not None

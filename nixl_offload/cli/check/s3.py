@@ -94,7 +94,7 @@ def _refusal(tier: S3Config, endpoint: str, config_file: str) -> Finding | None:
 
 def _other_region(tier: S3Config) -> Finding:
     try:
-        from nixl_offload.stores.bucket import bucket_region
+        from nixl_offload.stores.lifecycle import bucket_region
 
         named = bucket_region(tier)
     except (ImportError, StoreError):
@@ -160,7 +160,7 @@ def find_lifecycle(tier: S3Config, config_file: str) -> Finding:
     """Check that the bucket has the lifecycle rule that removes objects older than the ttl."""
     name, init = "lifecycle", f"nixl-offload bucket init {config_file}"
     try:
-        from nixl_offload.stores.bucket import plan_lifecycle
+        from nixl_offload.stores.lifecycle import plan_lifecycle
 
         plan = plan_lifecycle(tier)
     except ImportError:

@@ -33,7 +33,7 @@ MAX_SAMPLES: Final = 1024
 
 
 @dataclass(slots=True, eq=False)
-class Question:
+class Probe:
     """The question whether a key exists, and its answer. The answer ignores later changes to the key."""
 
     key: Key
@@ -58,7 +58,7 @@ class Prober:
         store: Store,
         *,
         witness_of: Callable[[Key], StoredShard | None],
-        on_answer: Callable[[Question], None],
+        on_answer: Callable[[Probe], None],
         on_end: Callable[[Search], None],
         ttl_s: float | None = None,
         threads: int = 16,
@@ -87,9 +87,9 @@ class Prober:
         self._seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._lock = threading.Lock()
         """Guards the fields below."""
-        self._questions: dict[Key, Question] = {}
+        self._probes: dict[Key, Probe] = {}
         """Questions sent or queued."""
-        self._out: set[Question] = set()
+        self._out: set[Probe] = set()
         self._is_closed = False
 
     def search(self, search: Search) -> None:
@@ -119,16 +119,16 @@ class Prober:
         for _ in range(min(limit, len(self._events))):
             self._events.popleft()()
 
-    def overdue(self, now_s: float, limit_s: float) -> tuple[set[Key], list[Question]]:
+    def overdue(self, now_s: float, limit_s: float) -> tuple[set[Key], list[Probe]]:
         """Return the keys whose questions were sent more than ``limit_s`` ago, and those questions among them that were
         not returned before.
         """
         with self._lock:
-            late = [question for question in self._out if now_s - question.asked_s > limit_s]
-            new = [question for question in late if not question.is_overdue]
-            for question in new:
-                question.is_overdue = True
-            return {question.key for question in late}, new
+            late = [probe for probe in self._out if now_s - probe.asked_s > limit_s]
+            new = [probe for probe in late if not probe.is_overdue]
+            for probe in new:
+                probe.is_overdue = True
+            return {probe.key for probe in late}, new
 
     def expired(self, modified_s: float) -> bool:
         """Whether an object modified at that time counts as absent. Any thread may ask."""
@@ -155,40 +155,40 @@ class Prober:
         """Ask the search's next questions. The caller holds the lock."""
         for position in search.next_round():
             key = search.keys[position]
-            question = self._questions.get(key)
-            if question is None:
-                question = self._questions[key] = Question(key)
-                self._asking.start(partial(self._ask, question))
-            question.waiters.append((search, position))
+            probe = self._probes.get(key)
+            if probe is None:
+                probe = self._probes[key] = Probe(key)
+                self._asking.start(partial(self._ask, probe))
+            probe.waiters.append((search, position))
         if search.done:
             search.is_over = True
             self._events.append(partial(self._on_end, search))
 
     # On threads.
 
-    def _ask(self, question: Question) -> None:
+    def _ask(self, probe: Probe) -> None:
         with self._lock:
-            if self._is_closed or all(search.is_over for search, _ in question.waiters):
-                del self._questions[question.key]
+            if self._is_closed or all(search.is_over for search, _ in probe.waiters):
+                del self._probes[probe.key]
                 return
-            question.asked_s = self._clock()
-            self._out.add(question)
+            probe.asked_s = self._clock()
+            self._out.add(probe)
         began_s = time.monotonic()
-        found, question.error = self._try(partial(self._look, question.key))
+        found, probe.error = self._try(partial(self._look, probe.key))
         self._seconds.append(time.monotonic() - began_s)
         if found is not None:
-            question.is_there, question.modified_s = found
+            probe.is_there, probe.modified_s = found
         with self._lock:
-            self._out.discard(question)
-            del self._questions[question.key]
+            self._out.discard(probe)
+            del self._probes[probe.key]
             self.questions += 1
-            self.errors += question.error is not None
-            if question.error is None or not question.is_overdue:
-                self._events.append(partial(self._on_answer, question))
-            waiting = [waiter for waiter in question.waiters if not waiter[0].is_over]
+            self.errors += probe.error is not None
+            if probe.error is None or not probe.is_overdue:
+                self._events.append(partial(self._on_answer, probe))
+            waiting = [waiter for waiter in probe.waiters if not waiter[0].is_over]
             for search, position in waiting:
-                search.failed |= question.error is not None
-                search.answer(position, question.is_there)
+                search.failed |= probe.error is not None
+                search.answer(position, probe.is_there)
             for search in dict.fromkeys(search for search, _ in waiting):
                 self._advance(search)
 

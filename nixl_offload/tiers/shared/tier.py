@@ -25,11 +25,11 @@ from nixl_offload.tiers.breaker import Breaker
 from nixl_offload.tiers.shared.eviction import Eviction
 from nixl_offload.tiers.shared.naming import manifest_name, witness_shard
 from nixl_offload.tiers.shared.presence import MAX_KEYS, Presence
-from nixl_offload.tiers.shared.prober import Prober, Question
+from nixl_offload.tiers.shared.prober import Probe, Prober
 from nixl_offload.tiers.shared.search import Lookups, Search, SearchKind
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome, key_group
 
-EVENTS_PER_FLUSH = 8192
+EVENTS_PER_STEP = 8192
 """This many callbacks take a few milliseconds of the scheduler's step."""
 MANIFEST_RETRY_S = 60.0
 RESET_MARGIN_S = 300.0
@@ -138,15 +138,15 @@ class SharedTier(Tier):
             return Lookup.MISS  # a question would be wasted; the key is not doubted, so it may be stored
         return self._lookups.ask(key, context, now_s)
 
-    def flush(self, now_s: float) -> None:
+    def on_step(self, now_s: float) -> None:
         """Take in results, and begin the searches of this step's lookups. Does no I/O."""
         self._now_s = now_s
         self._take_in()
         self._taken_in = False
         self._unanswered, overdue = self._prober.overdue(now_s, self._timeout_s)
-        for question in overdue:
+        for probe in overdue:
             late = StoreError(f"no answer within {self._timeout_s:g} s", cause="timeout")
-            self._answered(late, question.asked_s)
+            self._answered(late, probe.asked_s)
         if not self._reach.closed:
             self._drop_searches()
             if not self._is_trying and self._reach.allows(now_s):
@@ -193,7 +193,7 @@ class SharedTier(Tier):
         """Forget a WRITING chunk. A shard that arrives later is an object like any other: a load verifies it."""
         self._presence.abort(key)
 
-    def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
+    def after_store(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
         """Chunks that a rank could not store count as absent, although shards of other ranks may be there."""
         self._now_s = now_s
         for key in failed:
@@ -213,7 +213,7 @@ class SharedTier(Tier):
     def touch(self, key: Key) -> None:
         self._presence.touch(key)
 
-    def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
+    def after_load(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
         """Chunks that did not arrive or are damaged count as absent, so they are computed and stored. Returns them."""
         self._now_s = now_s
         return [key for key in not_arrived(keys, failed) if self._presence.missed(key, now_s)]
@@ -262,19 +262,19 @@ class SharedTier(Tier):
 
     def _take_in(self) -> None:
         self._taken_in = True
-        self._prober.take_in(EVENTS_PER_FLUSH)
+        self._prober.take_in(EVENTS_PER_STEP)
         for search in self._lookups.give_up(self._now_s):
             known = self._prober.cancel(search)
             if search.kind is SearchKind.CHAIN:  # use the part that is known: its requests can wait no longer
                 self._take_chain(search.keys[:known], known)
 
-    def _on_answer(self, question: Question) -> None:
-        self._answered(question.error, question.asked_s)
-        key = question.key
-        if question.is_there and not self._prober.expired(question.modified_s):
-            if not self._presence.missed_since(key, question.asked_s):
-                self._presence.seen(key, self._now_s, self._expires_s(question.modified_s))
-        elif question.error is None and not self._presence.seen_since(key, question.asked_s):
+    def _on_answer(self, probe: Probe) -> None:
+        self._answered(probe.error, probe.asked_s)
+        key = probe.key
+        if probe.is_there and not self._prober.expired(probe.modified_s):
+            if not self._presence.missed_since(key, probe.asked_s):
+                self._presence.seen(key, self._now_s, self._expires_s(probe.modified_s))
+        elif probe.error is None and not self._presence.seen_since(key, probe.asked_s):
             # Otherwise it was stored after the question was sent.
             self._presence.missed(key, self._now_s)
 
@@ -306,7 +306,7 @@ class SharedTier(Tier):
     # Inside
 
     def _answered(self, error: StoreError | None, asked_s: float | None) -> None:
-        """Record the outcome of a question. ``asked_s``: when it was sent; None: it was the trial.
+        """Record the outcome of a probe. ``asked_s``: when it was sent; None: it was the trial.
 
         Ignored: failures of questions sent before the storage last recovered, and, while the storage does not answer,
         all questions but the trial.

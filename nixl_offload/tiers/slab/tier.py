@@ -111,18 +111,18 @@ class SlabTier(SlotTier):
         self._allocator.limit = self._extents
         return super().reserve(key, slot_bytes, evicted)
 
-    def flush(self, now_s: float) -> None:
+    def on_step(self, now_s: float) -> None:
         """If the drive had no room at the last look, look again."""
         if self._extents < self._allocator.extent_count:
-            self.look(now_s)
+            self.check_directory(now_s)
 
-    def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
+    def after_store(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
         """Check the directory if storage failed this store, and every ``LOOK_EVERY_S``."""
         if now_s >= self._next_due_s or not {Outcome.FAILED, Outcome.TAINTED}.isdisjoint(failed.values()):
             self._next_due_s = now_s + LOOK_EVERY_S
-            self.look(now_s)
+            self.check_directory(now_s)
 
-    def look(self, now_s: float) -> None:
+    def check_directory(self, now_s: float) -> None:
         """Check on a thread whether the directory is still ours and how much room the drive has. If it has none, slabs
         do not grow, and chunks are evicted instead.
 
