@@ -34,8 +34,8 @@ class Location(NamedTuple):
     tier: int
     """Position of the tier in the config's ``tiers`` list."""
     offset: int
-    """Byte offset of the slot in each rank's slab; a multiple of ``PAGE_BYTES``. 0 if each shard is an object or a file
-    of its own, named by key and rank (``tiers.shared.naming``)."""
+    """Byte offset of the slot in each rank's slab, or what ``SlotPlaces.seen_from`` translates to it; a multiple of
+    ``PAGE_BYTES``. 0 if each shard has its own object or file, named by key and rank (``tiers.shared.naming``)."""
     slot_bytes: int
     """Size of the slot, header page included; names the size class."""
 

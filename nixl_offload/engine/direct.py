@@ -14,7 +14,7 @@ import numpy as np
 
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.chunk.layout import ChunkBlocks, job_extents
-from nixl_offload.engine.image import host_slot
+from nixl_offload.engine.image import cpu_slot
 from nixl_offload.engine.packer import Summed
 from nixl_offload.engine.paths import Batch, Phase, Steps
 from nixl_offload.engine.records import Chunk, ChunkState
@@ -37,7 +37,7 @@ def _sum(paths: LinkPaths, batch: Batch) -> Steps:
     sums = _sums(paths, batch)
     yield from batch.passes([sums])
     for chunk, encoded in zip(batch.alive, paths.encode(batch, sums.values()), strict=True):
-        host_slot(chunk).memory[:] = encoded
+        cpu_slot(chunk).memory[:] = encoded
 
 
 def _write(paths: LinkPaths, batch: Batch) -> Steps:
@@ -113,7 +113,7 @@ def _await_load(paths: LinkPaths, batch: Batch) -> Steps:
 def _transfers(paths: LinkPaths, chunks: Sequence[Chunk]) -> Iterator[Transfer]:
     """As ``LinkPaths.submit``: move header pages, then KV blocks, by a transfer for each registered region and file."""
     op = chunks[0].kind.op
-    yield from paths.submit(lambda _: ((0, HEADER_BYTES),), chunks)
+    yield from paths.submit_spans(lambda _: ((0, HEADER_BYTES),), chunks)
     blocks = [
         ChunkBlocks(number, chunk.group, chunk.block_ids, chunk.first_block) for number, chunk in enumerate(chunks)
     ]

@@ -218,12 +218,12 @@ class HostSlab:
 class SlotHeaders:
     """The header pages of a slab, which the engines of several tiers share. Safe on any thread.
 
-    A store into memory leaves the checksums out. The first write-through adds them in place, because movers take an
-    image as one extent; and the MAC, if chunks of any tier are authenticated. Meanwhile other threads read the page:
-    loads from memory, and write-throughs of the same chunk to other tiers. They must not take a half-written page for
-    damage, or send it to storage. So a page is written once, under a lock, and ``check`` looks again under that lock at
-    a page that seems damaged. Nothing is summed under it. Namespace, key, group and lengths are the same before and
-    after.
+    A store into memory leaves the checksums out, unless a device summed the blocks. The first write-through adds them
+    in place, because movers take an image as one extent; and the MAC, if chunks of any tier are authenticated.
+    Meanwhile other threads read the page: loads from memory, and write-throughs of the same chunk to other tiers. They
+    must not take a half-written page for damage, or send it to storage. So a page is written once, under a lock, and
+    ``check`` looks again under that lock at a page that seems damaged. Nothing is summed under it. Namespace, key,
+    group and lengths are the same before and after.
     """
 
     def __init__(self, keys: ChunkKeys | None = None) -> None:

@@ -120,19 +120,19 @@ def invalidate(slot: HostSlot) -> None:
 
 
 def any_slot(chunk: Chunk) -> Slot[Any]:
-    """Return the chunk's slot: ``chunk.host`` (host slab) if set, else ``chunk.slot`` (staging)."""
-    slot = chunk.host if chunk.host is not None else chunk.slot
+    """Return the chunk's slot: ``chunk.host_slot`` (host slab) if set, else ``chunk.staging_slot`` (staging)."""
+    slot = chunk.host_slot if chunk.host_slot is not None else chunk.staging_slot
     assert slot is not None
     return slot
 
 
 def is_on_device(chunk: Chunk) -> bool:
     """Whether the chunk has a staging slot in device memory."""
-    return chunk.slot is not None and not isinstance(chunk.slot.memory, np.ndarray)
+    return chunk.staging_slot is not None and not isinstance(chunk.staging_slot.memory, np.ndarray)
 
 
-def host_slot(chunk: Chunk) -> HostSlot:
-    """As ``any_slot``, for a slot in host memory."""
+def cpu_slot(chunk: Chunk) -> HostSlot:
+    """As ``any_slot``, for one that the CPU can access: a host slot, or staging in host memory."""
     slot = any_slot(chunk)
     assert isinstance(slot.memory, np.ndarray)
     return slot

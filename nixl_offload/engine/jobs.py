@@ -104,10 +104,10 @@ class JobTable:
             job.unfinished = len(job.chunks)
             for chunk in job.chunks:
                 chunk.queued_s = job.submitted_s
-                job.unreported += chunk.kind.has_ticket
+                job.unreported += chunk.kind.reports_location
             if not job.unfinished:
                 self._report_job(job)
-            if job.slot_ticket and not job.unreported:
+            if job.location_ticket and not job.unreported:
                 self._report_ticket(job)
             if job.refused is not None:
                 for chunk in job.chunks:
@@ -240,9 +240,9 @@ class JobTable:
             for chunk in chunks:
                 outcome, error, cause = chunk.result or (Outcome.FAILED, "it ended without an outcome", "unexpected")
                 if chunk.kind.fills_slot:
-                    slot = _slot_outcome(chunk, outcome, tainted=tainted)
+                    slot = _location_outcome(chunk, outcome, tainted=tainted)
                     if chunk.onward is None:
-                        self._report_slot(chunk, slot)
+                        self._report_location(chunk, slot)
                     elif chunk.state is not ChunkState.DONE and outcome is Outcome.OK and slot is Outcome.OK:
                         self._hand_on(chunk, chunk.onward)
                         continue
@@ -326,19 +326,19 @@ class JobTable:
                 chunk.queue.waiting_bytes[kind.waits_as] -= chunk.size_bytes
             self._return_relay(chunk)
             if kind.fills_slot and chunk.onward is None:
-                self._report_slot(chunk, outcome)  # it never began
+                self._report_location(chunk, outcome)  # it never began
         self._count(chunk, outcome, cause)
         job.unfinished -= 1
         if not job.unfinished:
             self._report_job(job)
         if kind is WorkKind.WRITE_THROUGH:
             self._return_relay(chunk, tainted=outcome is Outcome.TAINTED)
-            self._report_slot(chunk, outcome)
+            self._report_location(chunk, outcome)
         elif chunk.onward is not None:
             # Report before the slot is free: a later answer of storage changes nothing. The target was never touched
             # and is not to blame.
             is_told = outcome is Outcome.CORRUPT or chunk.queue is None
-            self._report_slot(chunk, outcome if is_told else Outcome.DROPPED)
+            self._report_location(chunk, outcome if is_told else Outcome.DROPPED)
 
     def _count(self, chunk: Chunk, outcome: Outcome, cause: str = "") -> None:
         """Count a chunk's outcome in its tier's share of the job."""
@@ -360,17 +360,17 @@ class JobTable:
             self._finished.append(job.completion())
         self._forget(job)
 
-    def _report_slot(self, chunk: Chunk, outcome: Outcome) -> None:
+    def _report_location(self, chunk: Chunk, outcome: Outcome) -> None:
         """Report the end of I/O on a chunk's slot or location (TAINTED: it may go on). The first report counts."""
         job = chunk.job
-        if chunk.slot_outcome is None and job.unreported:
-            chunk.slot_outcome = outcome
+        if chunk.location_outcome is None and job.unreported:
+            chunk.location_outcome = outcome
             job.unreported -= 1
             if not job.unreported:
                 self._report_ticket(job)
 
     def _report_ticket(self, job: Job) -> None:
-        self._finished_tickets.append(job.slot_completion())
+        self._finished_tickets.append(job.location_completion())
         self._forget(job)
 
     def _forget(self, job: Job) -> None:
@@ -499,8 +499,8 @@ class TierQueue:
                 if chunk.kind.fills_slot and chunk.state is not ChunkState.QUEUED:
                     table._return_relay(chunk, tainted=True)
                     if chunk.onward is None:
-                        table._report_slot(chunk, Outcome.TAINTED)
-                is_written = chunk.kind.writes and chunk.host is not None  # in memory a store fills its slot
+                        table._report_location(chunk, Outcome.TAINTED)
+                is_written = chunk.kind.writes and chunk.host_slot is not None  # in memory a store fills its slot
                 outcome = Outcome.TAINTED if is_written else when_closed(chunk.kind, chunk.state)
                 table._finish(chunk, outcome, why, "closed")
             table._grant_relays()
@@ -524,9 +524,9 @@ class TierQueue:
             self._bell.release()
 
 
-def _slot_outcome(chunk: Chunk, outcome: Outcome, *, tainted: bool) -> Outcome:
+def _location_outcome(chunk: Chunk, outcome: Outcome, *, tainted: bool) -> Outcome:
     """Return the outcome of the host slot that a chunk was to fill. ``tainted``: something may still touch the slot."""
-    if tainted and chunk.host is not None:
+    if tainted and chunk.host_slot is not None:
         return Outcome.TAINTED
     if chunk.is_kept:
         return Outcome.OK

@@ -66,7 +66,7 @@ class LinkMemory:
         """Slots by path: staging, and header pages for ``direct``."""
         self.tensors: dict[int, TensorMemory] = {}
         """Registered KV tensors, by number: at least those of direct groups."""
-        self.host: MemoryId | None = None
+        self.host_slab: MemoryId | None = None
         """The host slab; None if there is none or the mover cannot use it."""
         self._mover, self._layout, self._device = link.mover, memory.layout, memory.device
         layout, host = memory.layout, memory.host
@@ -98,7 +98,7 @@ class LinkMemory:
             self._open_host("host", self._slot_bytes, staging_bytes)
         if host is not None:
             try:
-                self.host = link.mover.register_memory(host.region)
+                self.host_slab = link.mover.register_memory(host.region)
             except MoverError as error:
                 logger.error(
                     "No chunk goes from host memory to this tier or back: %s cannot register it: %s",

@@ -133,7 +133,7 @@ class LinkPaths(TierPaths):
     def _by_host_slot(self, chunk: Chunk) -> bool:
         """Whether a chunk goes through its host slot. If the mover cannot touch it, a promotion is a plain load."""
         if chunk.kind is WorkKind.PROMOTION:
-            return self.link_memory.host is not None or not len(chunk.block_ids)
+            return self.link_memory.host_slab is not None or not len(chunk.block_ids)
         return chunk.kind in {WorkKind.WRITE_THROUGH, WorkKind.FETCH}
 
     def route(self, chunk: Chunk) -> Sequence[Phase]:
@@ -142,7 +142,7 @@ class LinkPaths(TierPaths):
         if self._by_host_slot(chunk):
             if self.host is None or chunk.host_offset is None:
                 raise LayoutError("there is no host memory in this engine")
-            chunk.host = self.host.slot(chunk.host_offset, plan.slot_bytes)
+            chunk.host_slot = self.host.slot(chunk.host_offset, plan.slot_bytes)
             return packed.WRITE_THROUGH if writes else packed.FETCH
         if plan.path == "direct":
             return direct.STORE if writes else direct.LOAD
@@ -153,7 +153,7 @@ class LinkPaths(TierPaths):
         paths = tuple(sorted({plan.path for plan in self.plans if plan.block_bytes}))
         link = self.link
         trouble, access = "" if link.trouble == "none" else link.trouble, TierAccess(link.mover.name, paths)
-        if self.link_memory.host is None and not all(pool.usable for pool in self.link_memory.pools.values()):
+        if self.link_memory.host_slab is None and not all(pool.usable for pool in self.link_memory.pools.values()):
             return TierStatus(waiting, trouble or "staging", access, loads_fail=True, stores_fail=True)
         return TierStatus(waiting, trouble, access, loads_fail=link.suspect, stores_fail=link.refuses)
 
@@ -230,9 +230,9 @@ class LinkPaths(TierPaths):
         chunk for which none is left is FAILED. Returns whether any chunk is left.
         """
         pool = self.link_memory.pools.get(path)
-        for chunk in [chunk for chunk in batch.alive if chunk.slot is None]:
-            chunk.slot = pool.acquire() if pool is not None else None
-            if chunk.slot is not None:
+        for chunk in [chunk for chunk in batch.alive if chunk.staging_slot is None]:
+            chunk.staging_slot = pool.acquire() if pool is not None else None
+            if chunk.staging_slot is not None:
                 chunk.pool = pool
                 continue
             self.complaints.error(
@@ -307,7 +307,7 @@ class LinkPaths(TierPaths):
         """Move live chunks to or from the tier. A chunk that is not moved is FAILED, a stored one OK; one that was read
         goes on.
 
-        ``submit`` starts the transfers of some chunks, as the method ``submit`` does. ``claim`` comes before it.
+        ``submit`` starts the transfers of some chunks, as ``submit_spans`` does. ``claim`` comes before it.
         ``wait`` yields until all transfers have ended. If each chunk has its own transfers, late ones are split off, so
         that they do not hold the others. Such a batch comes here with its transfers under way.
         """
@@ -319,7 +319,7 @@ class LinkPaths(TierPaths):
                 return
             self._start(batch, submit)
         yield from self._arrive(batch, wait or self._poll(batch))
-        yield from self._settle(batch)
+        yield from self._end_transfers(batch)
 
     def _open_targets(self, batch: Batch) -> Steps:
         """Begin a read or write of each chunk. A chunk that cannot be moved is FAILED."""
@@ -358,13 +358,13 @@ class LinkPaths(TierPaths):
             for chunk in group:
                 chunk.transfers = tuple(batch.transfers[begun:])
 
-    def submit(self, spans_of: Callable[[Chunk], Spans], chunks: Sequence[Chunk]) -> Iterator[Transfer]:
+    def submit_spans(self, spans_of: Callable[[Chunk], Spans], chunks: Sequence[Chunk]) -> Iterator[Transfer]:
         """Move ``spans_of`` each chunk between slot and target. All slots lie in one memory. Yields each transfer as
         soon as it is started. Raises MoverError, also if the mover does not have that memory; earlier transfers are
         then in flight.
         """
         mover, pool, op = self.link.mover, chunks[0].pool, chunks[0].kind.op
-        memory = self.link_memory.host if chunks[0].host is not None or pool is None else pool.memory
+        memory = self.link_memory.host_slab if chunks[0].host_slot is not None or pool is None else pool.memory
         if memory is None:
             raise MoverError(f"{mover.name} cannot touch the memory that the chunk is to lie in")
         by_file: dict[FileId, list[tuple[int, int, int]]] = {}
@@ -414,7 +414,7 @@ class LinkPaths(TierPaths):
             batch.split_off(held, self.run)
         return parts
 
-    def _settle(self, batch: Batch) -> Steps:
+    def _end_transfers(self, batch: Batch) -> Steps:
         """Called when all transfers are final: end reads and writes at the link, and chunks that were not moved. A
         failure of common transfers may be any chunk's, so each is tried alone.
         """

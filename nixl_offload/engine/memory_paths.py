@@ -39,7 +39,7 @@ class MemoryPaths(TierPaths):
     its KV blocks are untouched. Nothing touches the slot of a FAILED or DROPPED store.
 
     Memory is as trustworthy as vLLM's own KV cache, so stores and loads compute no checksums; the first write-through
-    does (``packed``). With ``verify="always"`` stores compute them and loads verify them.
+    does, unless a device summed the blocks (``packed``). With ``verify="always"`` stores compute them and loads verify.
 
     Engines of farther tiers do write-throughs and fetches, from and to these slots. Submitted here, such chunks are
     FAILED.
@@ -75,7 +75,7 @@ class MemoryPaths(TierPaths):
             raise LayoutError("the memory tier copies between its own slots and KV blocks only")
         if location.offset + location.slot_bytes > host.memory_bytes:
             raise LayoutError(f"{location} lies beyond the {host.memory_bytes} bytes of the memory tier")
-        chunk.host = host.slot(location.offset, location.slot_bytes)
+        chunk.host_slot = host.slot(location.offset, location.slot_bytes)
         return packed.MEMORY_STORE if chunk.kind.writes else packed.MEMORY_LOAD
 
     def status(self, waiting: Waiting) -> TierStatus:

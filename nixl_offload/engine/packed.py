@@ -4,12 +4,12 @@
 |---|---|---|---|
 | store | KV blocks | staging, in host or device memory | the tier |
 | load | the tier | staging | KV blocks |
-| store into memory | KV blocks | the catalog's | |
-| load from memory | | the catalog's | KV blocks |
-| write-through | | the catalog's | another tier |
-| promotion, fetch | a farther tier | the catalog's, which keeps the image | KV blocks of a promotion |
+| store into memory | KV blocks | host slot | |
+| load from memory | | host slot | KV blocks |
+| write-through | | host slot | another tier |
+| promotion, fetch | a farther tier | host slot, which keeps the image | KV blocks of a promotion |
 
-Threading and ownership: see ``paths``. The catalog's slots lie in the host slab; completions report their outcome.
+Threading and ownership: see ``paths``. Host slots lie in the host slab; completions report their outcome.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nixl_offload.chunk.checksum import payload_checksums
 from nixl_offload.chunk.header import check_headers
 from nixl_offload.engine import image
 from nixl_offload.engine.device_packer import DevicePacker
-from nixl_offload.engine.image import GroupPlan, Spans, any_slot, host_slot
+from nixl_offload.engine.image import GroupPlan, Spans, any_slot, cpu_slot
 from nixl_offload.engine.packer import Checksums
 from nixl_offload.engine.paths import STEP_BYTES, Batch, Phase, Steps, TierPaths
 from nixl_offload.engine.records import Chunk, ChunkState
@@ -59,7 +59,7 @@ def _sums_of(paths: TierPaths, chunks: Sequence[Chunk], plan: GroupPlan) -> list
     sums = [chunk.sums for chunk in chunks if chunk.sums is not None]
     if sums:
         return sums
-    rows = [image.rows(host_slot(chunk), plan, chunk) for chunk in chunks]
+    rows = [image.rows(cpu_slot(chunk), plan, chunk) for chunk in chunks]
     return payload_checksums(rows, paths.stretch.pause)
 
 
@@ -71,7 +71,7 @@ def _seal(paths: TierPaths, batch: Batch) -> Steps:
     if not paths.advance_or_end(batch, ChunkState.TRANSFER):
         return
     chunks, plan = batch.alive, batch.plan
-    ends_here = chunks[0].host is not None
+    ends_here = chunks[0].host_slot is not None
     is_summed = not ends_here or paths.verify_checksum or chunks[0].sums is not None
     pages = paths.encode(batch, _sums_of(paths, chunks, plan) if is_summed else None)
     if image.is_on_device(chunks[0]):
@@ -81,7 +81,7 @@ def _seal(paths: TierPaths, batch: Batch) -> Steps:
         return
     signed_bytes = 0
     for chunk, page in zip(chunks, pages, strict=True):
-        slot, rows = host_slot(chunk), image.rows(host_slot(chunk), plan, chunk)
+        slot, rows = cpu_slot(chunk), image.rows(cpu_slot(chunk), plan, chunk)
         paths.stretch.pause()
         image.header_page(slot)[:] = page if paths.keys is None else paths.keys.signed(page, rows)
         for part in image.cut(plan, chunk).padding:
@@ -100,7 +100,7 @@ def _may_go(paths: LinkPaths, batch: Batch) -> None:
 
 
 def _add_sums(paths: TierPaths, batch: Batch) -> Steps:
-    """Check the headers of images in catalog slots. Add the checksums that a store into memory left out, and the MAC if
+    """Check the headers of images in host slots. Add the checksums that a store into memory left out, and the MAC if
     any tier's chunks are authenticated.
     """
     if not paths.advance_or_end(batch, ChunkState.TRANSFER):
@@ -110,8 +110,8 @@ def _add_sums(paths: TierPaths, batch: Batch) -> Steps:
     headers = paths.check(batch, check=host.headers.check)
     for chunk in batch.alive:
         first, plan = headers.first_valid_block[chunk.row], batch.plan
-        rows = image.rows_between(host_slot(chunk), plan, first, plan.blocks)
-        if host.headers.complete(image.header_page(host_slot(chunk)), rows):
+        rows = image.rows_between(cpu_slot(chunk), plan, first, plan.blocks)
+        if host.headers.complete(image.header_page(cpu_slot(chunk)), rows):
             summed_bytes += rows.nbytes
         if summed_bytes >= STEP_BYTES:
             summed_bytes = 0
@@ -119,12 +119,12 @@ def _add_sums(paths: TierPaths, batch: Batch) -> Steps:
 
 
 def _write(paths: LinkPaths, batch: Batch) -> Steps:
-    """Write slots; catalog slots whole."""
+    """Write slots; host slots whole."""
 
     def spans(chunk: Chunk) -> Spans:
-        return image.whole(batch.plan) if chunk.host is not None else image.cut(batch.plan, chunk).store_spans
+        return image.whole(batch.plan) if chunk.host_slot is not None else image.cut(batch.plan, chunk).store_spans
 
-    yield from paths.transfer(batch, partial(paths.submit, spans))
+    yield from paths.transfer(batch, partial(paths.submit_spans, spans))
 
 
 # -- from a tier ----------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def _take_staging(paths: LinkPaths, batch: Batch) -> None:
 
 def _read(paths: LinkPaths, batch: Batch) -> Steps:
     """Read into staging."""
-    yield from paths.transfer(batch, partial(paths.submit, lambda chunk: image.cut(batch.plan, chunk).spans))
+    yield from paths.transfer(batch, partial(paths.submit_spans, lambda chunk: image.cut(batch.plan, chunk).spans))
 
 
 def _verify(paths: TierPaths, batch: Batch) -> Steps:
@@ -196,11 +196,11 @@ def _copy_to_blocks(paths: TierPaths, batch: Batch, chunks: Sequence[Chunk]) -> 
 
 
 def _read_whole(paths: LinkPaths, batch: Batch) -> Steps:
-    """Read images into slots of the catalog."""
+    """Read images into host slots."""
     if batch.submitted_s is None:
         for chunk in batch.alive:
-            image.invalidate(host_slot(chunk))  # no old header may precede the bytes that are read
-    yield from paths.transfer(batch, partial(paths.submit, lambda _: image.whole(batch.plan)))
+            image.invalidate(cpu_slot(chunk))  # no old header may precede the bytes that are read
+    yield from paths.transfer(batch, partial(paths.submit_spans, lambda _: image.whole(batch.plan)))
 
 
 def _verify_whole(paths: TierPaths, batch: Batch) -> Steps:
@@ -211,10 +211,10 @@ def _verify_whole(paths: TierPaths, batch: Batch) -> Steps:
     if _compares_sums(paths, plan):
         yield from paths.verify(batch, headers, whole=True)
     for chunk in batch.alive:
-        image.clear_around(host_slot(chunk), plan, headers.first_valid_block[chunk.row])
+        image.clear_around(cpu_slot(chunk), plan, headers.first_valid_block[chunk.row])
     for chunk in arrived:
         if chunk.result is not None:
-            image.invalidate(host_slot(chunk))
+            image.invalidate(cpu_slot(chunk))
 
 
 def _serve(paths: TierPaths, batch: Batch) -> Steps:
@@ -231,12 +231,12 @@ def _serve(paths: TierPaths, batch: Batch) -> Steps:
 
 
 def _gather_in_memory(paths: TierPaths, batch: Batch) -> Steps:
-    """Copy to catalog slots. A chunk that is given up from now on is FAILED only when the copy is over: until then its
+    """Copy to host slots. A chunk that is given up from now on is FAILED only when the copy is over: until then its
     slot must not be reused.
     """
     if paths.advance_or_end(batch, ChunkState.BORROWED):
         for chunk in batch.alive:
-            image.invalidate(host_slot(chunk))
+            image.invalidate(cpu_slot(chunk))
         yield from _copy_from_blocks(paths, batch)
 
 

@@ -27,7 +27,7 @@ from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine import image
 from nixl_offload.engine.device_packer import make_packer
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.image import GroupPlan, host_slot
+from nixl_offload.engine.image import GroupPlan, cpu_slot
 from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.packer import pages_of, require_agreement
 from nixl_offload.engine.records import Chunk, ChunkState, TierStatus, Waiting, WorkKind
@@ -313,8 +313,8 @@ class TierPaths:
         raise NotImplementedError
 
     def route(self, chunk: Chunk) -> Sequence[Phase]:
-        """Return the phases of chunks like this one. Set ``chunk.host`` if they use a host slot. Raises LayoutError if
-        that slot does not exist.
+        """Return the phases of chunks like this one. Set ``chunk.host_slot`` if they use one. Raises LayoutError if
+        it does not exist.
         """
         raise NotImplementedError
 
@@ -445,7 +445,7 @@ class TierPaths:
         """
         chunks = batch.alive
         if pages is None:
-            pages = [image.header_page(host_slot(chunk)) for chunk in chunks]
+            pages = [image.header_page(cpu_slot(chunk)) for chunk in chunks]
         headers = check(pages, self._expected(batch.plan, chunks))
         for row, (chunk, first) in enumerate(zip(chunks, headers.first_valid_block, strict=True)):
             chunk.row = row
@@ -464,7 +464,7 @@ class TierPaths:
             return
         firsts = [headers.first_valid_block[chunk.row] if whole else chunk.first_block for chunk in chunks]
         payloads = [
-            image.rows_between(host_slot(chunk), plan, first, plan.blocks if whole else first + len(chunk.block_ids))
+            image.rows_between(cpu_slot(chunk), plan, first, plan.blocks if whole else first + len(chunk.block_ids))
             for chunk, first in zip(chunks, firsts, strict=True)
         ]
         summed = yield from self.packer.bring(chunks[0].group, payloads)
@@ -489,7 +489,7 @@ class TierPaths:
             return
         read_bytes = 0
         for chunk in batch.alive:
-            slot = host_slot(chunk)
+            slot = cpu_slot(chunk)
             rows = image.rows_between(slot, batch.plan, headers.first_valid_block[chunk.row], batch.plan.blocks)
             try:
                 self.keys.verify(image.header_page(slot), rows)

@@ -210,7 +210,7 @@ class TierEngine:
             # Transfers in flight cannot be polled any more. A host slot that they may touch is TAINTED.
             self.paths.complaints.crashed(error)
             for chunk in batch.alive:
-                tainted = batch.is_pending and chunk.kind.writes and chunk.host is not None
+                tainted = batch.is_pending and chunk.kind.writes and chunk.host_slot is not None
                 outcome = Outcome.TAINTED if tainted else Outcome.FAILED
                 chunk.end(outcome, f"unexpected {type(error).__name__}", "unexpected")
         if has_ended:
@@ -228,8 +228,8 @@ class TierEngine:
         self.paths.abandon(batch, "the chunk crashed")
         tainted = batch.is_pending or batch.is_quarantined
         for chunk in batch.chunks:
-            if chunk.pool is not None and chunk.slot is not None:
-                (chunk.pool.retire if tainted else chunk.pool.release)(chunk.slot)
+            if chunk.pool is not None and chunk.staging_slot is not None:
+                (chunk.pool.retire if tainted else chunk.pool.release)(chunk.staging_slot)
         if tainted:
             leak((self.paths, batch))
         self._table.complete(batch.chunks, tainted=tainted)

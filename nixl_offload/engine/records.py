@@ -54,7 +54,7 @@ class WorkKind(Enum):
         self.fills_slot = fills_slot
         self.in_background = in_background
         """Nobody waits for it: it is served last, and if it ends while queued it is DROPPED, not FAILED."""
-        self.has_ticket = fills_slot or in_background
+        self.reports_location = fills_slot or in_background
         """The outcome of its host slot, or of its location in another tier, is reported under a ticket."""
         self.waits_as = "background" if in_background else "store" if writes else "load"
         """The key of ``TierQueue.waiting_bytes`` that counts its queued bytes."""
@@ -144,7 +144,7 @@ class Chunk:
     location: Location
     """In the tier whose pump moves it."""
     group: int
-    """Position in ``KVLayout.groups``."""
+    """Position in ``KVLayout.groups``: of the rank's shard, not vLLM's KV cache group, which ``key`` has."""
     block_ids: npt.NDArray[np.int32]
     """Ids of the GPU blocks that hold consecutive blocks of the chunk; shape (n,). It may be empty if ``host_offset``
     is given: then no KV block takes part."""
@@ -172,20 +172,20 @@ class Chunk:
     error: str | None = field(default=None, init=False)
     cause: str = field(default="", init=False)
     """``error`` in one word, for metrics."""
-    slot_outcome: Outcome | None = field(default=None, init=False)
+    location_outcome: Outcome | None = field(default=None, init=False)
     """As its ticket's completion reports it; None if it has no ticket."""
 
     result: tuple[Outcome, str | None, str] | None = field(default=None, init=False)
     """The outcome in its batch, with ``error`` and ``cause``; None while the batch goes on. It becomes ``outcome``
     unless the chunk was given up before."""
     pool: SlotPool[Any] | None = field(default=None, init=False, repr=False)
-    """The pool of ``slot``."""
-    slot: Slot[Any] | None = field(default=None, init=False)
+    """The pool of ``staging_slot``."""
+    staging_slot: Slot[Any] | None = field(default=None, init=False)
     """The staging slot in which it is packed; for a direct chunk, its header page."""
-    host: HostSlot | None = field(default=None, init=False)
+    host_slot: HostSlot | None = field(default=None, init=False)
     """The slot of the host slab that holds its image, or will hold it."""
     is_kept: bool = field(default=False, init=False)
-    """The image in ``host`` is whole and verified."""
+    """The image in ``host_slot`` is whole and verified."""
     summed_rows: Source | None = field(default=None, init=False, repr=False)
     """Its verified blocks from ``summed_from`` on, where ``Packer.bring`` put them; released when the chunk ends."""
     summed_from: int = field(default=0, init=False)
@@ -287,7 +287,7 @@ class Job:
                 chunk.kind = WorkKind.PROMOTION if is_promoted else self.kind
 
     @property
-    def slot_ticket(self) -> int:
+    def location_ticket(self) -> int:
         """The ticket that reports host slots and locations in other tiers; 0: there is none."""
         return self.ticket if self.kind.in_background else self.promotion_ticket
 
@@ -306,13 +306,13 @@ class Job:
             tuple(shares),
         )
 
-    def slot_completion(self) -> Completion:
-        """Return the completion of ``slot_ticket``. No chunk may be unreported."""
-        reported = [chunk for chunk in self.chunks if chunk.slot_outcome is not None]
-        outcomes = _folded(self.count, ((chunk.position, chunk.slot_outcome) for chunk in reported))
+    def location_completion(self) -> Completion:
+        """Return the completion of ``location_ticket``. No chunk may be unreported."""
+        reported = [chunk for chunk in self.chunks if chunk.location_outcome is not None]
+        outcomes = _folded(self.count, ((chunk.position, chunk.location_outcome) for chunk in reported))
         if not self.kind.in_background:
             outcomes = tuple(outcomes[at] for at in self.promoted)
-        return Completion(self, self.slot_ticket, outcomes)
+        return Completion(self, self.location_ticket, outcomes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class _Part(NamedTuple):
     """A shard that this rank holds."""
 
-    group: int
-    """Position in ``KVLayout.groups``."""
+    shard: int
+    """Position in ``KVLayout.groups``, which has a group for each shard."""
     offset: int
     """Bytes from the start of the chunk's slot."""
     slot_bytes: int
@@ -96,7 +96,7 @@ class RankChunks:
             here = self._here(location)
             for part in self._parts[group]:
                 offset = None if slot is None else slot.offset + part.offset
-                chunks.append(Chunk(key, part.of(here), part.group, ids, first, offset, position=at))
+                chunks.append(Chunk(key, part.of(here), part.shard, ids, first, offset, position=at))
         return chunks
 
     def of_moves(self, ticket: MoveTicket) -> list[Chunk]:
@@ -109,7 +109,7 @@ class RankChunks:
                 continue
             here, there = self._here(source), self._here(target)
             for part in self._parts[group] if group >= 0 else [_Part(-1, 0, target.slot_bytes)]:
-                chunk = make_move(key, part.group, part.of(here), part.of(there), memory=self._memory)
+                chunk = make_move(key, part.shard, part.of(here), part.of(there), memory=self._memory)
                 chunk.position = position
                 chunks.append(chunk)
         return chunks

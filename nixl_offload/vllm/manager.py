@@ -211,7 +211,7 @@ class NixlOffloadManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Say whether one chunk can be loaded."""
+        """Called by vLLM's ``_lookup``: say whether one chunk can be loaded."""
         notes = notes_of(req_context)
         if self._reopens or not notes.loads or not notes.knows_keys:
             return LookupResult.MISS
@@ -246,7 +246,7 @@ class NixlOffloadManager(OffloadingManager):
         self.catalog.touch(cast("Collection[Key]", keys))
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> TicketSpec:
-        """Pin chunks and tell the ranks where they are."""
+        """Called by vLLM's ``update_state_after_alloc``: pin chunks and return where they are, for the ranks."""
         self.version += 1
         wanted, notes, now_s = cast("Collection[Key]", keys), notes_of(req_context), time.monotonic()
         ticket = self.catalog.prepare_load(wanted, now_s, self.allowed_tiers(req_context))
@@ -254,7 +254,9 @@ class NixlOffloadManager(OffloadingManager):
         return TicketSpec(ticket, notes.adapter)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Reserve room for chunks that no tier has. Takes fewer, or none, if room is short or storage too slow."""
+        """Called by vLLM's ``_build_store_jobs``: reserve room for chunks that no tier has. Takes fewer, or none, if
+        room is short or storage too slow.
+        """
         notes, ticket = notes_of(req_context), None
         if self._slot_bytes and not self._reopens and notes.stores and notes.knows_keys:
             ticket = self.catalog.reserve(cast("Collection[Key]", keys), time.monotonic(), req_context.req_id)
@@ -267,7 +269,7 @@ class NixlOffloadManager(OffloadingManager):
         )
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """A step is scheduled: tiers look for chunks that its lookups did not find in memory, and moves begin."""
+        """Called by vLLM's ``build_connector_meta``, last: tiers begin this step's searches, and moves begin."""
         if self._reopens:
             self._reopen_when_idle()
         if not self.serving.is_whole:

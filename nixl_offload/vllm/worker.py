@@ -358,7 +358,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._tiers.wake_up()
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        """Queue a store. Always True: failure is an outcome, not an exception."""
+        """Called by vLLM's ``handle_preemptions``: queue a store. Always True, for a failure is an outcome."""
         assert isinstance(dst_spec, TicketSpec)
         self._submit(job_id, dst_spec, src_spec)
         return True
@@ -366,7 +366,7 @@ class NixlOffloadingWorker(OffloadingWorker):
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """Queue a load. None is ``expedited``: loads within the step are turned off."""
+        """Called by vLLM's ``start_kv_transfers``: queue a load. None is ``expedited``; such loads are turned off."""
         assert isinstance(src_spec, TicketSpec)
         self._submit(job_id, src_spec, dst_spec)
         return True
