@@ -223,17 +223,17 @@ class AgentMover(Mover):
 
         transfer.handle = self._call("initialize transfer", initialize)
 
-    def _begin(self, transfer: NixlTransfer) -> str:
-        """Start a prepared transfer. Returns its state: PROC, DONE or why it failed.
+    def _begin(self, transfer: NixlTransfer) -> str | None:
+        """Start a prepared transfer. Returns its state: PROC or DONE; None if it is FAILED already.
 
         After an error a part of it may be queued in the plugin or in the kernel, and nothing would tell when that ends.
-        So the transfer is quarantined, and FAILED when this returns.
+        So the transfer is quarantined.
         """
         try:
             return str(self._call("not started whole", self._agent.transfer, transfer.handle))
         except MoverError as error:
             self._finish(transfer, str(error), quarantine=True)
-            return "PROC"
+            return None
 
     def _check(self, transfer: NixlTransfer) -> str:
         """Return the state of a transfer: PROC, DONE or why it failed; then nothing of it is in flight. POSIX moves
@@ -306,8 +306,8 @@ class NixlMover(AgentMover):
     def _advance(self, transfer: NixlTransfer) -> None:
         self._note(transfer, self._check(transfer))
 
-    def _note(self, transfer: NixlTransfer, state: str) -> None:
-        if state != "PROC":
+    def _note(self, transfer: NixlTransfer, state: str | None) -> None:
+        if state is not None and state != "PROC":
             self._finish(transfer, None if state == "DONE" else self._failure(transfer, state))
 
 

@@ -149,9 +149,9 @@ class NixlObjectMover(AgentMover):
                 self._attempt(transfer)
         self._begin_waiting()
 
-    def _note(self, transfer: _ObjectTransfer, state: str, now_s: float) -> None:
-        """Handle the state of an attempt: PROC, DONE, or why it failed."""
-        if state == "PROC":
+    def _note(self, transfer: _ObjectTransfer, state: str | None, now_s: float) -> None:
+        """Handle the state of an attempt: PROC, DONE, or why it failed; None: it is FAILED already."""
+        if state is None or state == "PROC":
             return
         if state == "DONE":
             # Shorter times weigh more, so that polls do not become rare.

@@ -194,7 +194,7 @@ class Faults:
         select.make_object_mover = wrapped(select.make_object_mover)  # type: ignore[assignment]
         real_begin = AgentMover._begin
 
-        def begin(mover: AgentMover, transfer: NixlTransfer) -> str:
+        def begin(mover: AgentMover, transfer: NixlTransfer) -> str | None:
             """Start nothing: what NIXL says of a read that has failed, which the mover of objects repeats."""
             armed = self.armed
             if armed is not None and armed.transfers and armed.fault == "EIO" and mover.name == "obj":
