@@ -315,13 +315,3 @@ class Index:
     def _refusal(self, key: Key, to_be: str) -> IndexStateError:
         state, pins = self.state(key), self.pins(key)
         return IndexStateError(f"a key cannot be {to_be} that is {state.name if state else 'absent'}, {pins} pins")
-
-    # For tests
-
-    def check(self) -> None:
-        """Assert every invariant. For tests, at the end of each."""
-        assert len(set(self)) == len(self), "a key is in two states"
-        for queue in self._queues.values():
-            for number, keys in enumerate(queue.dicts):
-                assert all((hash(key) >> _DICT_SHIFT) % _DICTS == number for key in keys), "a key is astray"
-                assert sorted(keys.values()) == list(keys.values()), "a key was used and not moved"

@@ -149,13 +149,6 @@ class SlotTier(Tier):
         self._index.clear()
         self._allocator.clear((key, self._index.location(key)) for key in self._index)
 
-    def check(self) -> None:
-        """Assert every invariant: each chunk has one slot, and each taken slot one chunk. For tests."""
-        self._index.check()
-        held = [(key, *self._index.location(key)[1:]) for key in self._index]
-        assert sorted(self._allocator) == sorted(held), "index and slots disagree"
-        assert self._allocator.used_bytes + self._allocator.retired_bytes <= self.capacity_bytes
-
     def _gives_way(self, key: Key) -> bool:
         """Whether ``key`` may be dropped to empty its extent for slots of another size."""
         return self._index.state(key) is State.READY

@@ -22,6 +22,7 @@ from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.tiers.slot_tier import MemoryTier, SlotTier
 from nixl_offload.types import Key, Location, Outcome
 from tests.contexts import context_of
+from tests.invariants import check_presence, check_slots
 from tests.model.chain_world import RANKS, SLOT_CLASSES, Copy, World, slot_bytes
 from tests.unit.shared_rig import namespace_of, options
 
@@ -168,7 +169,7 @@ def check_everything(engine: Engine, seen: Counter[str]) -> None:
     for position, tier in engine.slots.items():
         check_slab(engine, position, tier)
     for shared in engine.shared:
-        shared._presence.check()
+        check_presence(shared._presence)
     assert engine.catalog.open_tickets == len(engine.tickets)
     check_bounds(engine, seen)
     if not engine.tickets and not engine.catalog.moves.has_pending:
@@ -189,7 +190,7 @@ def check_nothing_is_held(engine: Engine) -> None:
 def check_slab(engine: Engine, position: int, tier: SlotTier) -> None:
     """What is READY is whole, and every slot belongs to one chunk, or to nobody for good."""
     index, world = tier._index, engine.world
-    tier.check()
+    check_slots(tier)
     for key, place in engine.ready(position).items():
         assert world.is_whole(key, place) or (key, place.offset) in world.doubtful, "READY and not whole"
     places = {key: index.location(key) for key in index}

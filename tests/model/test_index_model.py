@@ -10,6 +10,7 @@ import pytest
 from nixl_offload.errors import IndexStateError
 from nixl_offload.index import Index, State
 from nixl_offload.types import Key, Location
+from tests.invariants import check_index
 
 KEYS = [Key(bytes([n]) * 32 + bytes(4)) for n in range(9)]
 SIZES = (4096, 12288)
@@ -121,4 +122,4 @@ def agree(index: Index, model: Model) -> None:
     for key in KEYS:
         found = index.find(key)
         assert (found is None) == (key not in model.held) == (index.state(key) is None)
-    index.check()
+    check_index(index)

@@ -16,6 +16,7 @@ from nixl_offload.catalog.catalog import Catalog, LoadTicket, StoreTicket
 from nixl_offload.errors import StoreError
 from nixl_offload.tiers.shared.tier import RESET_MARGIN_S
 from nixl_offload.types import Key, Lookup, LookupContext, Outcome
+from tests.invariants import check_presence
 from tests.unit.shared_rig import SLOT, MemoryStore, Rig, answer, keys_of, namespace_of
 
 KEYS = keys_of(24)
@@ -73,7 +74,7 @@ class SharedMachine(RuleBasedStateMachine):
         for grant in self.stores + self.loads:
             self.catalog.report(grant.ticket, 2, {}, self.rig.now())
         self.rig.settle()
-        self.rig.tier._presence.check()
+        check_presence(self.rig.tier._presence)
         assert self.rig.tier._presence.held == 0, "a pin or a reservation was not taken back"
         for request in ("a", "b", "c"):
             self.rig.tier.forget_request(request)
@@ -224,7 +225,7 @@ class SharedMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_are_right(self) -> None:
-        self.rig.tier._presence.check()
+        check_presence(self.rig.tier._presence)
 
 
 TestShared = SharedMachine.TestCase

@@ -22,6 +22,7 @@ from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.tiers.slot_tier import MemoryTier, SlotTier
 from nixl_offload.tiers.slots import SlotAllocator, SlotPlaces
 from nixl_offload.types import Key, Outcome
+from tests.invariants import check_slots
 from tests.unit.shared_rig import MemoryStore, namespace_of, options
 
 SLOT = 8192
@@ -205,7 +206,7 @@ class Chain:
         """Assert that index and slots of each tier agree."""
         for tier in self.tiers:
             if isinstance(tier, SlotTier):
-                tier.check()
+                check_slots(tier)
 
     def close(self) -> None:
         for tier in self.tiers:

@@ -20,6 +20,7 @@ from nixl_offload.errors import StoreError
 from nixl_offload.tiers.shared.naming import manifest_name, parse_shard_name
 from nixl_offload.tiers.shared.search import WINDOW_KEYS, Search, SearchKind
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
+from tests.invariants import check_presence
 from tests.unit.shared_rig import SLOT, Gate, MemoryStore, Rig, answer, key_of, keys_of, namespace_of, refuse
 
 MakeRig = Callable[..., Rig]
@@ -44,7 +45,7 @@ def make(store: MemoryStore) -> Iterator[MakeRig]:
         store.before.open()
     store.before = answer
     for rig in rigs:
-        rig.tier._presence.check()
+        check_presence(rig.tier._presence)
         rig.tier.close()
     assert not rigs or store.closed
 

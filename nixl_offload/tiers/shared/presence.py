@@ -117,11 +117,3 @@ class Presence(Index):
     def _has_room(self) -> bool:
         """Make room for one more key. False: all are in use."""
         return len(self) < self._max_keys or self.evict(_SLOT_BYTES) is not None
-
-    # For tests
-
-    def check(self) -> None:
-        """Assert every invariant; for tests."""
-        super().check()
-        assert len(self) <= self._max_keys, "more keys than allowed"
-        assert len(self._absent) <= MAX_ABSENT, "more absences than allowed"

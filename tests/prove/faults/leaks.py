@@ -20,6 +20,7 @@ from typing import Final
 from nixl_offload.engine import LinkPaths, pump
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.tiers.slot_tier import SlotTier
+from tests.invariants import check_slots
 from tests.prove.clock import real_s
 from tests.prove.faults.injection import Faults
 from tests.prove.server import Server
@@ -104,7 +105,7 @@ def _held(server: Server) -> list[str]:
     found = []
     for position, tier in server.opened.items():
         if isinstance(tier, SlotTier):
-            tier.check()
+            check_slots(tier)
             if tier._index.held:
                 found.append(f"tier {position}: {tier._index.held} chunks are held")
         elif isinstance(tier, SharedTier) and tier._presence.held:
