@@ -1,15 +1,15 @@
-"""Which fields of vLLM's configuration, and which of its environment variables, cannot change a stored byte, and why.
-All others are part of the namespace, so one that a future vLLM adds costs a cold cache and not a wrong answer.
+"""Lists the fields of vLLM's configuration, and its environment variables, that cannot change a stored byte, and why.
+All others are part of the namespace, so one that a future vLLM adds causes a cold cache, not a wrong answer.
 
 A field or variable is harmless if one of these holds:
 
 - it never reaches the computation of KV (names, ports, logs, sampling, capacities);
-- one vLLM engine mixes its values in one prefix cache (how requests are batched, how prompts are cut);
-- vLLM itself moves KV between engines that differ in it, as its P/D transfer pairs eager with compiled engines: the
+- one vLLM engine mixes KV made with several of its values in one prefix cache (batching, chunked prefill);
+- vLLM itself moves KV between engines that differ in it, as P/D transfer does between eager and compiled ones: the
   operations and types are the same, only rounding differs;
-- the namespace has it already, in another form.
+- the namespace already has it in another form.
 
-Threading: constants. Class names are vLLM's; a base class's fields hold for classes derived from it. Variables are
+Threading: constants. Class names are vLLM's; fields listed for a base class also apply to its subclasses. Variables are
 those of ``vllm.envs``.
 """
 
@@ -287,4 +287,4 @@ ALSO_COUNTED: Final = (
     "USE_DEFAULT_FLA_NORM",
     "XHS_VIDEO_JPEG_QUALITY",
 )
-"""Variables that are not in ``vllm.envs`` and change the precision, or the pixels, of what is computed."""
+"""Variables outside ``vllm.envs`` that change the precision of a computation, or the pixels that it gets."""

@@ -1,9 +1,8 @@
 """Slots of a few sizes in a tier: where each slot lies, on which rank, and which chunk has it. Slots lie in extents;
 each extent is lent to one slot size at a time.
 
-Replicas on one machine share one copy of a chunk, and so the slots of an extent: slot ``s`` lies on the replica
-``s % replicas``, at the position that slot ``s // replicas`` has on a rank without replicas. All ranks have the same
-geometry.
+Replicas on one machine share one copy of a chunk, so an extent's slots are spread over them: slot ``s`` lies on replica
+``s % replicas``, where slot ``s // replicas`` lies on a rank without replicas. All ranks have the same geometry.
 
 Threading: no I/O, no lock, no clock. ``SlotPlaces`` is an immutable value; a ``SlotAllocator`` is the scheduler
 thread's alone.
@@ -36,8 +35,8 @@ class SlotPlaces:
     extent_bytes: int
     """An extent's bytes on one rank."""
     replicas: Mapping[int, int] = field(default_factory=dict)
-    """By slot size: how many consecutive ranks share one copy; 1 if the size is not listed. Each number divides the
-    largest.
+    """By slot size: how many consecutive ranks share one copy; 1 if the size is not listed. Each value divides the
+    largest value.
     """
 
     @property
@@ -51,11 +50,11 @@ class SlotPlaces:
         return self.extent_bytes * self.together
 
     def slots_per_extent(self, slot_bytes: int) -> int:
-        """Return how many slots of a size an extent has, on all replicas together."""
+        """Return how many slots of this size an extent has, on all replicas together."""
         return self.extent_bytes // slot_bytes * self.replicas.get(slot_bytes, 1)
 
     def find(self, rank: int, offset: int, slot_bytes: int) -> tuple[int, int]:
-        """Return the rank that has the slot at ``offset`` for ``rank``, and the byte offset on it."""
+        """Return which rank has the slot that is at ``offset`` for ``rank``, and its byte offset there."""
         copies = self.replicas.get(slot_bytes, 1)
         extent, inside = divmod(offset, self.stride_bytes)
         row, replica = divmod(inside // slot_bytes, copies)
@@ -77,7 +76,7 @@ class SlotPlaces:
 
 def ranks_together(machines: Sequence[str], replicas: int) -> int:
     """Return how many consecutive ranks can share one copy: the largest divisor of ``replicas`` that keeps them on one
-    machine. ``machines``: a name by rank, equal for ranks that open the same files by the same paths; "": unknown.
+    machine. ``machines``: by rank, a name that ranks share if they see the same files at the same paths; "": unknown.
     """
     for size in range(replicas, 1, -1):
         if replicas % size or len(machines) % size:
@@ -89,10 +88,10 @@ def ranks_together(machines: Sequence[str], replicas: int) -> int:
 
 
 def replicas_of_slots(groups: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Return ``SlotPlaces.replicas``. Each group is its slot size and how many consecutive ranks share one copy.
+    """Return ``SlotPlaces.replicas``. ``groups``: slot size, and how many consecutive ranks share one copy.
 
-    Groups of one slot size share slots, so they get the gcd of their numbers. Each size then gets the gcd of its number
-    and the largest.
+    Groups with the same slot size share slots, so that size gets the gcd of their rank counts. It then gets the gcd of
+    its count and the largest.
     """
     found: dict[int, int] = {}
     for slot_bytes, replicas in groups:
@@ -102,7 +101,7 @@ def replicas_of_slots(groups: Iterable[tuple[int, int]]) -> dict[int, int]:
 
 
 def choose_extent_bytes(rank_bytes: int, slot_classes: Sequence[int]) -> int:
-    """Return the extent size for a new slab: a multiple of the largest class, which therefore wastes no space.
+    """Return the extent size for a new slab: a multiple of the largest class, so that class wastes no space.
 
     It is about ``rank_bytes / EXTENTS_WANTED``, at most 1 GiB, but at least four slots of the largest class. If the
     slab is too small for one extent per class, extents are smaller, down to one slot.
@@ -120,22 +119,22 @@ def choose_extent_bytes(rank_bytes: int, slot_classes: Sequence[int]) -> int:
 class _Extent:
     """The slots of an extent that is lent to a slot size."""
 
-    # Dicts, not a list and a set: Python's garbage collector visits each entry of those, but skips a dict that holds
-    # only bytes, ints and None. Each of its full collections stops vLLM's scheduler.
+    # Dicts, not a list and a set: Python's garbage collector visits each entry of a list or set, but skips a dict that
+    # holds only bytes, ints and None. A full collection stops vLLM's scheduler.
     keys: dict[int, Key] = field(default_factory=dict)
     """By slot; free and retired slots have no key."""
     free: dict[int, None] = field(default_factory=dict)
-    """The free slots below ``end``, as keys."""
+    """The free slots below ``end``, as a dict's keys."""
     end: int = 0
-    """No slot from this one on was ever taken."""
+    """Slots from this number on were never taken."""
 
     @property
     def taken(self) -> int:
-        """How many slots have a chunk or are retired."""
+        """How many slots hold a chunk or are retired."""
         return self.end - len(self.free)
 
     def take(self, slot: int, key: Key) -> bool:
-        """Take this slot. False: it is taken already."""
+        """Take this slot. False if it is already taken."""
         if slot >= self.end:
             for missing in range(self.end, slot):
                 self.free[missing] = None
@@ -180,7 +179,7 @@ class SlotAllocator:
 
         ``slot_classes`` are slot sizes in bytes, each a positive multiple of ``PAGE_BYTES``; duplicates count once.
         ``extent_bytes``: a multiple of ``PAGE_BYTES``, at least the largest size; None: ``choose_extent_bytes``.
-        ``replicas``: as ``SlotPlaces.replicas``. Offsets are those of the attribute ``places``.
+        ``replicas``: as ``SlotPlaces.replicas``. The attribute ``places`` translates offsets.
         """
         self.slot_classes = tuple(sorted(set(slot_classes)))
         extent = choose_extent_bytes(rank_bytes, self.slot_classes) if extent_bytes is None else extent_bytes
@@ -188,7 +187,7 @@ class SlotAllocator:
         self.extent_count = max(0, rank_bytes) // extent
         self.rank_bytes = self.extent_count * extent
         self.limit = self.extent_count
-        """Extents from this number on are not lent, because the drive may have no room for them now."""
+        """Extents from this number on are not lent for now: the drive may have no room for them."""
         self.places = SlotPlaces(self.rank_bytes, extent, dict(replicas or {}))
         self._stride = self.places.stride_bytes
         self._retired: dict[int, int] = {}
@@ -229,7 +228,7 @@ class SlotAllocator:
         number = self._extent_with_room(wanted)
         if number is None:
             return None
-        if number == self._draining:  # the size has no other extent with room, so stop draining
+        if number == self._draining:  # this size has no other extent with room, so stop draining
             self._draining = None
         extent = wanted.extents.get(number) or self._lend(number, wanted)
         assert extent is not None, "it is in the pool"
@@ -246,7 +245,7 @@ class SlotAllocator:
         """Give ``key`` the slot that an earlier run filled.
 
         Returns False and changes nothing if the slot does not fit: unknown size, misaligned, beyond ``rank_bytes``, in
-        an extent of another size, or taken already.
+        an extent of another size, or already taken.
         """
         wanted = self._classes.get(slot_bytes)
         if wanted is None:
@@ -277,7 +276,7 @@ class SlotAllocator:
                 self._draining = None
 
     def retire(self, offset: int, slot_bytes: int) -> None:
-        """Never use a taken slot again, not even after ``clear``: late I/O may still write to it.
+        """Retire a taken slot: it is never used again, not even after ``clear``, as late I/O may still write to it.
 
         Raises IndexStateError, changing nothing, if it is not taken or has another size.
         """
@@ -289,7 +288,7 @@ class SlotAllocator:
             self._draining = None
 
     def clear(self, held: Iterable[tuple[Key, Location]]) -> None:
-        """Take back all slots except those of ``held`` and retired ones. Costs per extent and per slot kept."""
+        """Take back all slots except those in ``held`` and retired ones. Costs time per extent and per kept slot."""
         self._start_empty()
         retired, self._retired = self._retired, {}
         for offset, slot_bytes in retired.items():
@@ -299,11 +298,11 @@ class SlotAllocator:
             self.adopt(key, offset, slot_bytes)
 
     def to_give_up(self, slot_bytes: int) -> list[Key]:
-        """Return the chunks of an extent that is to be emptied for a size for which ``allocate`` has found no room.
+        """Choose an extent to empty for a size that has no room, and return the extent's chunks.
 
-        Returns nothing unless the size has less than 1 / (2 * sizes) of the extents. The extent is the least used one,
-        without a retired slot, of the size that has most. Until it is empty, no new slot is taken from it unless its
-        own size has no other extent with room.
+        Returns none unless the size has less than 1 / (2 * sizes) of the extents. The choice is the least used extent,
+        without a retired slot, of the size with the most extents. Until it is empty, a new slot is taken from it only
+        if its own size has no other extent with room.
         """
         starved = self._classes[slot_bytes]
         if 2 * len(starved.extents) * len(self._classes) >= self.extent_count:
@@ -321,7 +320,7 @@ class SlotAllocator:
         return []
 
     def _find(self, offset: int, slot_bytes: int, to_be: str) -> tuple[_SizeClass, int, int]:
-        """Return size class, extent number and slot number of a taken slot; raise IndexStateError if it is free."""
+        """Return size class, extent number and slot number of a taken slot; raise IndexStateError if not taken."""
         owner = self._classes.get(slot_bytes)
         if owner is not None:
             number, slot = self._locate(offset, slot_bytes)
@@ -346,7 +345,7 @@ class SlotAllocator:
         return wanted.roomy[0] if wanted.roomy else None
 
     def _lend(self, number: int, wanted: _SizeClass) -> _Extent | None:
-        """Take an extent from the pool. None: it is not in the pool."""
+        """Lend an extent from the pool. None if it is not in the pool."""
         if not _remove(self._pool, number):
             return None
         insort(wanted.roomy, number)
@@ -360,7 +359,7 @@ class SlotAllocator:
 
 
 def _remove(numbers: list[int], number: int) -> bool:
-    """Remove a number from a sorted list. False: it is not in the list."""
+    """Remove a number from a sorted list. False if it is not in the list."""
     at = bisect_left(numbers, number)
     is_there = at < len(numbers) and numbers[at] == number
     if is_there:
