@@ -1,9 +1,9 @@
 """How a chunk is cut into shards, each a range of KV heads in a range of layers, and which rank holds which shards.
 
-The cut depends on the model, the chunk and the config alone, so engines of different sizes store the same shards. A
+The cut depends only on the model, the chunk and the config, so engines of different sizes store the same shards. A
 rank holds whole shards: those of its own heads in its own pipeline stage. If there are more ranks than KV heads, or KV
-is not divided (MLA), several ranks of a stage hold the same shards. They are replicas, and one writes for all. "Shards"
-counts those of a whole chunk, "head ranges" those within one range of layers.
+is not divided (MLA), several ranks of a stage hold the same shards. They are replicas: one writes each chunk for all.
+"Shards" are counted per chunk, "head ranges" per range of layers.
 
 A chunk that cannot be cut has one shard for each rank (``uncut_plan``).
 
@@ -37,7 +37,7 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupShards:
-    """How the chunks of one KV-cache group are cut, and which ranks of a stage hold them."""
+    """How the chunks of one KV-cache group are cut, and which ranks of a stage hold which head ranges."""
 
     head_ranges: int
     """Head ranges in each range of layers."""
@@ -46,7 +46,7 @@ class GroupShards:
     replicas: int
     """How many ranks of a stage hold the same shards. If above 1, ``per_rank`` is 1."""
     ranges: tuple[int, ...] = (0,)
-    """The ranges of layers in which the group has layers."""
+    """Numbers of the ranges in which the group has layers."""
 
     @property
     def ranks(self) -> int:
@@ -54,14 +54,14 @@ class GroupShards:
         return self.head_ranges // self.per_rank * self.replicas
 
     def held_by(self, rank: int) -> range:
-        """Return the head ranges that a rank holds. ``rank``: within its stage."""
+        """Return the head ranges that a rank holds. ``rank``: its number within its stage."""
         first = rank // self.replicas * self.per_rank
         return range(first, first + self.per_rank)
 
     def writes(self, rank: int, key: Key) -> bool:
         """True if this rank writes the key for its replicas. Each key has one writer; keys are spread evenly.
 
-        ``rank``: within the engine or within its stage.
+        ``rank``: its number within the engine or within its stage.
         """
         return int.from_bytes(key[:4], "big") % self.replicas == rank % self.replicas
 
@@ -92,7 +92,7 @@ class ShardPlan:
     groups: tuple[GroupShards, ...]
     layers: LayerCut = ONE_RANGE
     is_cut: bool = True
-    """False: a shard is what one rank has, in the order of its own memory; only engines of the same size share it."""
+    """False: a shard is all that one rank has, in its own memory order; only engines of the same size share it."""
 
     @property
     def ranks(self) -> int:
@@ -115,7 +115,7 @@ class ShardPlan:
         return tuple(number * self.per_range + each for number in self.ranges(rank, group) for each in heads)
 
     def shards_of(self, rank: int) -> list[tuple[int, int]]:
-        """Return group and number of each shard that a rank holds, by position in ``KVLayout.groups``."""
+        """Return group (its position in ``KVLayout.groups``) and number of each shard that a rank holds."""
         return [(group, number) for group in range(len(self.groups)) for number in self.held(rank, group)]
 
     @property
@@ -125,15 +125,15 @@ class ShardPlan:
 
 
 def uncut_plan(ranks: int, groups: int) -> ShardPlan:
-    """Return the plan of chunks that are not cut: each rank holds one shard of each group, with the rank's number. It
-    is empty if the rank has no layer of the group.
+    """Return the plan of chunks that are not cut: each rank holds one shard of each group, with the rank's number. The
+    shard is empty if the rank has no layer of the group.
     """
     return ShardPlan((GroupShards(ranks, 1, 1),) * groups, is_cut=False)
 
 
 def cut_layers(wanted: Sequence[tuple[int, int]], stages: Sequence[tuple[int, int]]) -> LayerCut | None:
-    """Cut layers at the starts of the stages ``wanted``; None if one of ``stages`` starts inside a range. Both list
-    each stage's first layer and the one after its last, in order.
+    """Cut layers at the starts of the stages ``wanted``; None if one of ``stages`` starts inside a range. Both list,
+    in order, each stage's first layer and the one after its last.
     """
     begins = sorted({begin for begin, end in wanted if begin < end})
     held = []
@@ -153,9 +153,9 @@ def make_plan(
 ) -> ShardPlan:
     """Return the plan of an engine with ``tp`` ranks in each stage.
 
-    Raises NotSupportedError, with the reason as a clause, if a rank would hold a part of a shard.
-    ``heads``: by group, the KV heads of its layers on all ranks together; 1 if KV is not divided (MLA). The number of
-    head ranges is reduced to its gcd with them. ``has_layers``: by group and range of layers.
+    Raises NotSupportedError if a rank would hold only part of a shard; its message is a clause.
+    ``heads``: by group, the KV head counts of its layers on all ranks together; 1 if KV is not divided (MLA). A
+    number ``wanted`` is reduced to its gcd with these. ``has_layers``: by group and range of layers.
     """
     groups = []
     for number, (of_layers, has) in enumerate(zip(heads, has_layers, strict=True)):

@@ -1,7 +1,7 @@
 """The inspection contract: commands list and read a tier's contents from outside any server.
 
 Threading: one thread lists; ``read_into`` and ``look_again`` may be called by several threads at once.
-Inspection locks, creates and changes nothing. Memory does not grow with the number of chunks: listings are yielded.
+Inspection locks, creates and changes nothing. Memory does not grow with the number of chunks: listings are generators.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nixl_offload.identity.namespace import (
 from nixl_offload.types import Key, key_group
 
 _MAX_BYTES: Final = 1 << 52
-"""A manifest with larger shards is not believed. No file is that large, and sums of sizes must stay valid offsets."""
+"""A manifest with shards this large is invalid: no file is that large, and sums of sizes must stay valid offsets."""
 _PRINTABLE_CHARS: Final = 60
 
 
@@ -70,7 +70,7 @@ class NamespaceSize(NamedTuple):
 
 
 class NamespaceInfo:
-    """A namespace that a tier holds. Fields from its manifest are None if it has none, or a false one."""
+    """A namespace that a tier holds. Fields from its manifest are None if that is missing or invalid."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class NamespaceInfo:
         used_s: float | None = None,
         in_use: str | None = None,
     ) -> None:
-        """``manifest``: one that fits the name. Anybody may have written it, so its fields may have any type."""
+        """``manifest``: one that matches ``name``. Anyone may have written it, so its fields may have any type."""
         self.name = name
         """32 hex digits."""
         self.part = part
@@ -90,7 +90,7 @@ class NamespaceInfo:
         self.used_s = used_s
         """When an engine last opened it; None if unknown."""
         self.in_use = in_use
-        """The engine that has it open now, in words; None: none, or unknown (``Inspector.exclusive``)."""
+        """The engine that has it open now, as text; None if none has, or if unknown (``Inspector.exclusive``)."""
         self.trouble: str | None = None
         """Why its chunks cannot be listed; None if they can."""
         self.manifest = manifest
@@ -99,7 +99,7 @@ class NamespaceInfo:
         model, weights = printable(said.get("model")), printable(said.get("weights"), 8)
         self.model = f"{model} (local weights {weights})" if model and weights else model
         self.owner = f"tenant {self.tenant or '?'}, model {self.model or '?'}"
-        """Tenant and model, for people."""
+        """Tenant and model, for display."""
         self._known = known = _namespace_of(manifest)
         fields = known.fields if known else None
         self._sizes = {group.group_id: group.slot_bytes for group in fields.groups} if fields else {}
@@ -124,7 +124,7 @@ class NamespaceInfo:
         return [number for number, size in enumerate(self._sizes.get(group, ())) if size]
 
     def why_no_shard(self, key: Key, shard: int) -> str | None:
-        """Return why a chunk can have no shard of this number; None if it has one, or if that is unknown."""
+        """Return why a chunk cannot have a shard with this number; None if it can, or if that is unknown."""
         if self.shards is None or shard in self.shards_of(key_group(key)):
             return None
         return f"a chunk of KV group {key_group(key)} has no shard {shard}"
@@ -147,7 +147,7 @@ class NamespaceInfo:
 
 
 def _namespace_of(manifest: Mapping[str, Any] | None) -> Namespace | None:
-    """Return the namespace that a manifest describes; None if the manifest is false."""
+    """Return the namespace that a manifest describes; None if that is missing or invalid."""
     try:
         plain = dict(manifest["fields"]) if manifest else {}
         for group in plain["groups"]:
@@ -169,12 +169,12 @@ class Inspector(ABC):
     kind: str
     """The tier's kind, as the config spells it."""
     where: str
-    """The directory, or the bucket and prefix, for people."""
+    """The directory, or the bucket and prefix, for display."""
     capacity_bytes: int | None
     exclusive: ClassVar[bool] = False
-    """True if one engine at a time uses the tier: it locks the directory, reuses slots and enforces the capacity."""
+    """True if only one engine at a time uses the tier: it locks the directory, reuses slots and enforces the capacity."""
     other_objects: int = 0
-    """Foreign objects, counted while ``namespaces`` and ``chunks`` run. No command touches them."""
+    """How many foreign objects ``namespaces`` and ``chunks`` have met. No command touches these."""
 
     @abstractmethod
     def namespaces(self) -> Iterator[NamespaceInfo]:
@@ -186,7 +186,7 @@ class Inspector(ABC):
 
     @abstractmethod
     def find(self, namespace: NamespaceInfo, digits: str, limit: int) -> Sequence[ChunkInfo]:
-        """Return the first ``limit`` chunks, by key, whose keys begin with the hex ``digits`` (at least two)."""
+        """Return up to ``limit`` chunks, in key order, whose keys begin with the hex ``digits`` (at least two)."""
 
     @abstractmethod
     def read_into(self, shard: ShardInfo, offset: int, memory: memoryview) -> None:
@@ -197,22 +197,22 @@ class Inspector(ABC):
 
     @abstractmethod
     def created_s(self, chunk: ChunkInfo) -> float | None:
-        """Return when the chunk was written, None if unknown."""
+        """Return when the chunk was written; None if unknown."""
 
     @abstractmethod
     def close(self) -> None:
         """Release the tier. Idempotent."""
 
     def in_use(self, namespace: NamespaceInfo) -> str | None:
-        """Return which engine has the namespace open now, in words; None: none, or unknown."""
+        """Return which engine has the namespace open now, as text; None if none has, or if unknown."""
         return None
 
     def used_bytes(self) -> int | None:
-        """Return the bytes that the tier takes on the disk; None if only chunks count."""
+        """Return the bytes that the tier takes on disk; None if that is the total of its chunks."""
         return None
 
     def look_again(self, namespace: NamespaceInfo, chunk: ChunkInfo) -> ChunkInfo | None:
-        """Return the chunk's current state, None if it is gone."""
+        """Return the chunk as it is now; None if it is gone."""
         return next((now for now in self.find(namespace, chunk.key.hex(), 1) if now.key == chunk.key), None)
 
     def measure(self, namespace: NamespaceInfo) -> NamespaceSize:

@@ -1,5 +1,5 @@
-"""Proves on a real vLLM that answers from KV that went between device memory and files are right, by the ways that a
-GPU node takes: packed on the device and direct, through NIXL's real GDS_MT plugin. The device and cuFile are emulated.
+"""Proves on a real vLLM that KV moved between device memory and files gives right answers, on both paths of a GPU node:
+packed on the device, and direct, through NIXL's real GDS_MT plugin. The device and cuFile are emulated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 WAY = "NIXL_OFFLOAD_TEST_WAY"
-"""Left to itself the engine takes what is fastest, which on a busy machine may be any."""
+"""Environment: the path to take. The engine would choose the fastest, which on a busy machine may be any."""
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ WAY = "NIXL_OFFLOAD_TEST_WAY"
 def test_answers_are_right_and_damage_is_noticed(
     workshop: Workshop, libraries: Path, tmp_path: Path, shape: ModelShape, environment: dict[str, str], told: str
 ) -> None:
-    """Loaded is as computed, bit by bit; then a byte of every page of the slab is flipped, and all is computed anew."""
+    """Answers from loaded KV equal computed ones; so do answers after a bit in every page of the slab was flipped."""
     asked, directory = prompts(2, seed=616, shape=shape), tmp_path / "kv"
     control = Control(libraries / "control")
     control.reset()
@@ -58,7 +58,7 @@ def test_answers_are_right_and_damage_is_noticed(
         assert all(answer.external_hit_tokens > 0 for answer in loaded)
         assert control["reads"] > 0, "not by cuFile"
         assert control["writes"] > 0, "not by cuFile"
-        # Sleep: nothing is registered while memory is away, and as much as before when it is back.
+        # Sleep: nothing is registered while KV memory is released, and as much as before once it is restored.
         assert engine.settle()
         assert engine.reset_prefix_cache()
         registered = control["buffers"], control["files"]
