@@ -125,8 +125,8 @@ class ShardPlan:
 
 
 def uncut_plan(ranks: int, groups: int) -> ShardPlan:
-    """Return the plan of chunks that are not cut: each rank holds one shard of each group, with the rank's number. The
-    shard is empty if the rank has no layer of the group.
+    """Return the plan of chunks that are not cut: each rank holds one shard of each group, with the rank's number. A
+    shard is empty if its rank has no layer of the group.
     """
     return ShardPlan((GroupShards(ranks, 1, 1),) * groups, is_cut=False)
 

@@ -172,7 +172,7 @@ class Inspector(ABC):
     """The directory, or the bucket and prefix, for display."""
     capacity_bytes: int | None
     exclusive: ClassVar[bool] = False
-    """True if only one engine at a time uses the tier: it locks the directory, reuses slots and enforces the capacity."""
+    """True if only one engine at a time uses a tier: it locks the directory, reuses slots and enforces the capacity."""
     other_objects: int = 0
     """How many foreign objects ``namespaces`` and ``chunks`` have met. No command touches these."""
 
