@@ -1,10 +1,10 @@
-"""One S3 server on this machine, its clients in turn: objects put and got. ``python -m benchmarks.s3`` (``make
+"""Compares clients of one S3 server on this machine: they put and get objects. ``python -m benchmarks.s3`` (``make
 bench-s3``).
 
 Ours are whole engines, over NIXL's OBJ plugin and over obstore: KV blocks, staging, checksums, a header page in each
-object. Beside them runs NIXL's OBJ plugin with nothing around it. All live in one process, take turns, and have equally
-many connections. The server (rclone) shares the cores with them, so its speed is part of every figure: believe the
-ratio to plain NIXL, and the CPU of this process.
+object. They are compared with NIXL's bare OBJ plugin. All run in one process, take turns, and have the same number of
+connections. The server (rclone) shares their cores, so its speed is part of every figure: trust only the ratio to plain
+NIXL, and the CPU time of this process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from nixl_offload.types import Key, Location
 
 MIB = 1 << 20
 SHAPES = ((64, 2 * MIB), (256, MIB // 16))
-"""Objects, and bytes of each."""
+"""Number of objects, and bytes of each."""
 POLL_S = 0.0005
 JOB_CHUNKS = 16
 JOBS_AT_A_TIME = 8
@@ -59,17 +59,17 @@ class Buffer:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
 
     def forget(self) -> None:
-        """Clear what was got."""
+        """Clear the second half."""
         self._got[:] = 0
 
     def is_right(self) -> bool:
-        """Whether what was got is what was put."""
+        """Whether both halves are equal."""
         return np.array_equal(self._put, self._got)
 
 
 class Ours:
-    """An engine with a bucket, over the buffer, whose pieces are the KV blocks of a chunk each. Its objects lie in the
-    bucket's folder ``prefix``, directly or deeper.
+    """An engine with a bucket; the buffer is its KV cache, and each piece holds the blocks of one chunk. Its objects
+    lie in the bucket's folder ``prefix`` or below.
     """
 
     def __init__(self, kind: Literal["obj", "obstore"], server: RcloneServer, buffer: Buffer, connections: int) -> None:
@@ -83,7 +83,7 @@ class Ours:
         self._engine = DrivenEngine(link, [blocks], layout, staging_bytes=staging_bytes)
 
     def move(self, op: Op, keys: list[Key], first_row: int) -> None:
-        """Put or get an object per key, from or to the buffer's rows from ``first_row`` on. Any failure raises."""
+        """Put or get one object per key, one per row of the buffer from ``first_row`` on. Raises on any failure."""
         blocks = np.arange(len(keys) * BLOCKS_PER_CHUNK, dtype=np.int32) + first_row * BLOCKS_PER_CHUNK
         chunks = [
             Chunk(key, Location(0, 0, self._slot_bytes), 0, ids, 0)
@@ -96,7 +96,7 @@ class Ours:
 
 
 class PlainNixl:
-    """The same by one agent; one handle for all objects of a call, which is the best that NIXL can be given."""
+    """The same by a bare NIXL agent, with one handle for all objects of a call, which suits NIXL best."""
 
     def __init__(self, server: RcloneServer, buffer: Buffer, connections: int) -> None:
         from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
@@ -107,7 +107,7 @@ class PlainNixl:
         address = {"bucket": server.bucket, "endpoint_override": f"127.0.0.1:{server.port}", "scheme": "http"}
         self._agent.create_backend("OBJ", {**address, "num_threads": str(connections)})
         self._memory = self._agent.register_memory([(buffer.address, buffer.size_bytes, 0, "")], "DRAM")
-        self._next_device = 1  # an object's number; NIXL takes the last of the same number
+        self._next_device = 1  # each object needs its own: NIXL uses the last object of a number
 
     def move(self, op: Op, keys: list[Key], first_row: int) -> None:
         agent, size = self._agent, self._buffer.piece_bytes
@@ -136,20 +136,20 @@ SIDES = {"ours, NIXL OBJ": partial(Ours, "obj"), "ours, obstore": partial(Ours, 
 
 
 class Objects:
-    """One side's objects in the bucket: the ones of its last store."""
+    """One side's objects in the bucket: those of its last ``put``."""
 
     def __init__(self, side: Ours | PlainNixl, server: RcloneServer, buffer: Buffer) -> None:
         self._side, self._server, self._buffer = side, server, buffer
         self._keys: list[Key] = []
 
     def put(self, _: int) -> Run:
-        """Put new objects in place of those that are there."""
+        """Delete the objects and put new ones."""
         shutil.rmtree(self._server.directory / self._side.prefix, ignore_errors=True)
         self._keys = [Key(os.urandom(32) + bytes(4)) for _ in range(self._buffer.rows // 2)]
         return self._timed(Op.WRITE, 0)
 
     def get(self, _: int) -> Run:
-        """Get what was put last. WrongBytesError: other bytes came."""
+        """Get what was put last. Raises WrongBytesError if other bytes arrive."""
         self._buffer.forget()
         run = self._timed(Op.READ, len(self._keys))
         if not self._buffer.is_right():

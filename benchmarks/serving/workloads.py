@@ -1,4 +1,4 @@
-"""What is asked of the server: sessions of turns, made from a seed. The same spec gives the same tokens everywhere.
+"""The requests to the server: sessions of turns, made from a seed. The same spec gives the same tokens everywhere.
 
 Threading: pure functions and frozen values.
 """
@@ -29,7 +29,7 @@ class Session:
     prefix: Tokens
     turns: tuple[Turn, ...]
     keeps_history: bool = True
-    """Whether prompts and answers of earlier turns stand between prefix and what is new."""
+    """Whether a prompt has the earlier turns between ``prefix`` and its ``new``."""
     is_prefix_known: bool = False
     """Whether an earlier session of the workload has the same prefix."""
 
@@ -42,7 +42,7 @@ class Session:
         return tokens + list(self.turns[turn].new)
 
     def repeated_tokens(self, turn: int) -> int:
-        """Return how much of a turn's prompt a cache without limits has seen: the most that it can hit."""
+        """Return how many tokens of a turn's prompt an unlimited cache holds: the most that can hit."""
         if turn == 0:
             return len(self.prefix) if self.is_prefix_known else 0
         history = self.turns[:turn] if self.keeps_history else ()
@@ -51,7 +51,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Spec:
-    """A workload in numbers; ``KINDS`` says what each kind makes of them."""
+    """A workload's numbers; the function in ``KINDS`` says what they mean."""
 
     kind: str = "sessions"
     sessions: int = 6
@@ -62,12 +62,12 @@ class Spec:
 
 
 def text(source: random.Random, tokens: int) -> Tokens:
-    """Random tokens, never the ones of an answer or an end."""
+    """Return random tokens, without the sleeping model's answer token and the end token."""
     return tuple(source.choices(range(2, VOCABULARY), k=tokens))
 
 
 def sessions(spec: Spec, source: random.Random) -> list[Session]:
-    """Conversations: every turn adds ``tokens`` to what was said before, and is answered with ``answer_tokens``."""
+    """Conversations: each turn adds ``tokens`` to the history, and gets an answer of ``answer_tokens``."""
     return [
         Session((), tuple(Turn(text(source, spec.tokens), spec.answer_tokens) for _ in range(spec.turns)))
         for _ in range(spec.sessions)
@@ -75,7 +75,7 @@ def sessions(spec: Spec, source: random.Random) -> list[Session]:
 
 
 def documents(spec: Spec, source: random.Random) -> list[Session]:
-    """``sessions`` documents of ``turns`` times ``tokens``, each asked about ``turns`` times, by 50 tokens."""
+    """``sessions`` documents of ``turns`` × ``tokens``, each with ``turns`` questions of 50 tokens."""
     return [
         Session(
             text(source, spec.tokens * spec.turns),
@@ -87,7 +87,7 @@ def documents(spec: Spec, source: random.Random) -> list[Session]:
 
 
 def system(spec: Spec, source: random.Random) -> list[Session]:
-    """Single requests: ``turns`` for each of ``sessions`` system prompts of ``tokens``, with a tenth of their own."""
+    """Single requests: ``turns`` for each of ``sessions`` system prompts of ``tokens``; each adds a tenth of that."""
     prefixes = [text(source, spec.tokens) for _ in range(spec.sessions)]
     own = max(1, spec.tokens // 10)
     return [
@@ -118,14 +118,14 @@ def make(spec: Spec) -> list[Session]:
 
 
 def unique_tokens(workload: Sequence[Session]) -> int:
-    """Return the working set: all tokens that have a KV of their own, answers included."""
+    """Return the working set: how many tokens have distinct KV, answers included."""
     prefixes = {session.prefix for session in workload}
     turns = [turn for session in workload for turn in session.turns]
     return sum(map(len, prefixes)) + sum(len(turn.new) + turn.answer_tokens for turn in turns)
 
 
 def longest_tokens(workload: Sequence[Session]) -> int:
-    """Return the tokens of the longest prompt with its answer."""
+    """Return the length of the longest prompt and its answer, in tokens."""
     return max(
         len(session.prefix)
         + sum(len(turn.new) + turn.answer_tokens for turn in session.turns[0 if session.keeps_history else -1 :])

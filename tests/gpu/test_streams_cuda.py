@@ -1,5 +1,5 @@
-"""Proves on a GPU: copy streams are our own and do not wait for the default stream. With two GPUs: a rank on the second
-takes no memory of the first.
+"""Proves on a GPU that copy streams are our own and do not wait for the default stream; with two GPUs, that a rank on
+the second takes no memory on the first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ assert not torch._C._cuda_hasPrimaryContext(0), "a context on the first GPU"
 
 
 def test_a_thread_of_the_second_gpu_makes_no_context_on_the_first() -> None:
-    """Eight ranks would take gigabytes there, which vLLM has not planned for."""
+    """Contexts of eight ranks would take gigabytes there, which vLLM has not planned for."""
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
     done = subprocess.run([sys.executable, "-c", PUMP], capture_output=True, text=True, timeout=120, check=False)
@@ -70,8 +70,8 @@ def test_streams_are_our_own() -> None:
     assert {handle_of(stream) for stream in again} == handles
 
 
-def test_work_on_them_is_done_in_order_and_page_locked_memory_outlives_them() -> None:
-    """When such memory is freed, torch records an event on each stream that used it: they must still exist."""
+def test_work_waits_for_its_fence_and_page_locked_memory_outlives_streams() -> None:
+    """When page-locked memory is freed, torch records events on the streams that used it: they must still exist."""
     source, target = torch.arange(1 << 20, dtype=torch.int32).pin_memory(), torch.empty(1 << 20, dtype=torch.int32)
     target = target.pin_memory()
     device = device_of(torch.empty(0, device="cuda"))
@@ -88,12 +88,12 @@ def test_work_on_them_is_done_in_order_and_page_locked_memory_outlives_them() ->
     torch.cuda.synchronize()
 
 
-def test_they_do_not_wait_for_the_default_stream() -> None:
+def test_copy_streams_do_not_wait_for_the_default_stream() -> None:
     """If a model runs on the default stream (eager, on one rank), copies still run in parallel."""
     device = torch.device("cuda", torch.cuda.current_device())
     stream: Stream = device_of(torch.empty(0, device=device)).new_stream()
     buffer = torch.zeros(8, device=device)
-    stream.run(lambda: buffer.add_(1))  # compiles or loads once
+    stream.run(lambda: buffer.add_(1))  # compiles or loads the kernel once
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.default_stream(device)):
         torch.cuda._sleep(LONG_CYCLES)

@@ -1,5 +1,5 @@
-"""Engines whose chunks have MACs: every way into storage signs, every way out checks, in every layout; beside a tier
-without MACs too. What only a device could do is done in host memory then.
+"""Engines whose chunks have MACs: every path into storage signs, every path out verifies, in every layout, also beside
+a tier without MACs. Work that only a device could do is done in host memory then.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def is_signed(image: bytes, block_bytes: int) -> bool:
     return True
 
 
-def test_batches_of_many_chunks(make: Make, tmp_path: Path) -> None:
-    """One chunk is forged, and only that one fails."""
+def test_only_the_forged_chunk_of_a_batch_fails(make: Make, tmp_path: Path) -> None:
+    """Forged: other content, valid but for the missing MAC."""
     rig = make("per_layer", link=tree(tmp_path / "shared"), staging_slots=32)
     chunks = [rig.chunk(number, range(4 * number, 4 * number + 4)) for number in range(8)]
     assert rig.store(1, chunks) == (OK,) * 8
@@ -67,7 +67,7 @@ def test_batches_of_many_chunks(make: Make, tmp_path: Path) -> None:
     assert rig.load(3, chunks) == (OK,) * 8
 
 
-def test_verify_header_does_not_weaken_it(make: Make, tmp_path: Path) -> None:
+def test_verify_header_still_checks_macs(make: Make, tmp_path: Path) -> None:
     rig = make("direct_blocks", link=tree(tmp_path / "shared"), verify="header")
     assert rig.store(1, [rig.chunk(0, [0, 1, 2, 3])]) == (OK,)
     (path,) = shards(tmp_path / "shared")
@@ -82,7 +82,7 @@ def test_verify_header_does_not_weaken_it(make: Make, tmp_path: Path) -> None:
 def test_on_a_device_chunks_go_through_host_memory(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, shape: str, way: Way
 ) -> None:
-    """The log says why. The device makes checksums as usual; the CPU makes MACs."""
+    """The log says why. The device computes checksums as usual; the CPU computes MACs."""
     with open_lab(tmp_path) as lab:
         with caplog.at_level(logging.INFO, logger="nixl_offload.engine"):
             rig = lab.make(None, shape, way, keys=KEYS)
@@ -96,7 +96,7 @@ def test_on_a_device_chunks_go_through_host_memory(
 
 @pytest.fixture
 def chain(tmp_path: Path) -> Iterator[ChainRig]:
-    """Memory, a slab without MACs, and objects with some."""
+    """Memory, a slab without MACs, and objects with MACs."""
     movers = CopyMover(), ObjectFiles(tmp_path / "bucket")
     rig = ChainRig(tmp_path, *movers, bucket=objects(), keys=KEYS)
     yield rig
@@ -107,8 +107,8 @@ def stored_objects(tmp_path: Path) -> list[bytes]:
     return [path.read_bytes() for path in sorted((tmp_path / "bucket").iterdir())]
 
 
-def test_what_a_slab_without_macs_holds_is_signed_on_its_way(chain: ChainRig, tmp_path: Path) -> None:
-    """Through a relay slot, after a promotion into memory."""
+def test_chunks_of_a_slab_without_macs_are_signed_on_their_way(chain: ChainRig, tmp_path: Path) -> None:
+    """Both ways: through a relay slot, and from memory after a promotion."""
     rig = chain
     for number in (1, 2):
         rig.put(FILE, number)
@@ -122,7 +122,7 @@ def test_what_a_slab_without_macs_holds_is_signed_on_its_way(chain: ChainRig, tm
     assert all(is_signed(image, rig.layout.groups[0].block_bytes) for image in images)
 
 
-def test_what_was_signed_by_the_old_key_is_passed_on_as_it_is(chain: ChainRig, tmp_path: Path) -> None:
+def test_chunks_signed_with_the_old_key_are_passed_on_unchanged(chain: ChainRig, tmp_path: Path) -> None:
     rig = chain
     image, rows = rig.image(3), rig.payload(3)
     second = ChunkKeys([KEYS._keys[known] for known in list(KEYS._keys)[1:]])
