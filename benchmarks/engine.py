@@ -20,7 +20,7 @@ from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine import Chunk, Job, LinkPaths, RankEngine, TierEngine, TierSetup, WorkKind
 from nixl_offload.engine.paths import RankMemory
-from nixl_offload.engine.streams import READY, Device, device_of
+from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.movers.base import Mover, Op
 from nixl_offload.tiers.base import Link
 from nixl_offload.tiers.slab.file import SlabFile, SlabLink
@@ -71,7 +71,8 @@ class DrivenEngine:
     ) -> None:
         """``device``: by default that of the layers. ``options`` as for ``LinkPaths``."""
         self._rank = RankEngine(1)
-        memory = RankMemory(layers, layout, device or device_of(layers[0]))
+        self._device = device or device_of(layers[0])
+        memory = RankMemory(layers, layout, self._device)
         setup = TierSetup(self._rank, memory, [Shard(0, bytes(32))] * len(layout.groups))
         self._rank.join(0, TierEngine(LinkPaths(setup, link, **options)))
         self._jobs = 0
@@ -87,7 +88,7 @@ class DrivenEngine:
                 job = list(waiting.popleft())
                 for position, chunk in enumerate(job):
                     chunk.position = position
-                fence = self._rank.compute_fence() or READY
+                fence = self._device.compute_fence()
                 self._rank.submit(Job(kind, job, len(job), fence, self._jobs))
                 in_flight += 1
             for done in self._rank.finished():

@@ -120,7 +120,7 @@ def _bus_turns(scene: Scene, cache: Cache) -> dict[str, dict[str, Candidate]]:
         def run(number: int) -> Run:
             rows = host[number % 2].numpy().reshape(cache.chunks, -1, cache.block_bytes)
             begin_s = time.perf_counter()
-            fence = move(0, list(zip(cache.ids(number), rows, strict=True)), packer.fence())
+            fence = move(0, list(zip(cache.ids(number), rows, strict=True)), scene.device.compute_fence())
             while not fence.done():
                 pass
             seconds = time.perf_counter() - begin_s

@@ -53,9 +53,6 @@ class DevicePacker(Packer):
         """Whether this is a real device without kernels for checksums, so that the host sums."""
         return self._device.page_locks and any(kernels.name == "torch" for kernels in self._kernels.values())
 
-    def fence(self) -> Fence:
-        return self._device.compute_fence()
-
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> Summed:
         """The device also sums. If it has no fast kernels for that, the host sums payloads in host memory."""
         kernels, ids = self._kernels[group], self._ids_of(group, parts)

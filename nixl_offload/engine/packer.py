@@ -119,10 +119,6 @@ class Packer:
         """By group."""
         self._num_blocks = [min((len(tensors[page.tensor]) for page in group), default=0) for group in pages]
 
-    def fence(self) -> Fence:
-        """Mark this point of the compute stream. KV blocks may be touched once it is done."""
-        raise NotImplementedError
-
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> Summed:
         """Copy KV blocks to slots and sum them, once ``fence`` is done. ``done``: rows are whole, blocks may change."""
         raise NotImplementedError
@@ -242,10 +238,6 @@ class HostPacker(Packer):
         self._copies: list[list[HostCopy]] = [
             host_copies_of([(page.of(tensors), page.column, page.bytes) for page in group]) for group in pages
         ]
-
-    def fence(self) -> Fence:
-        """Return a fence that is done: the model's writes are over when its call returns."""
-        return READY
 
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> Summed:
         self._check_rows(group, parts)

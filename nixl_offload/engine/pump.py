@@ -17,7 +17,6 @@ from typing import Any
 from nixl_offload.engine.jobs import JobTable, TierQueue
 from nixl_offload.engine.paths import Batch, InFlight, TierPaths
 from nixl_offload.engine.records import LANES, TierStatus
-from nixl_offload.engine.streams import Fence
 from nixl_offload.keep import keep_forever
 from nixl_offload.types import Outcome
 
@@ -279,12 +278,6 @@ class RankEngine(JobTable):
         detached, self._engines = self._engines, {}
         self.use(())
         return detached
-
-    def compute_fence(self) -> Fence | None:
-        """Mark this point of the compute stream for jobs that are submitted later; None: there is no tier yet."""
-        for engine in self._engines.values():
-            return engine.paths.packer.fence()
-        return None
 
     def statuses(self) -> tuple[TierStatus, ...]:
         """Return the status of each tier on this rank, by position."""

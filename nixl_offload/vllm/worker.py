@@ -161,7 +161,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         """
         super().handle_preemptions(kv_connector_metadata)
         if kv_connector_metadata.load_jobs:
-            self.rank_worker.load_fence = self.rank_worker.engine.compute_fence()
+            self.rank_worker.load_fence = self.rank_worker.device.compute_fence()
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
         """Submit vLLM's loads, then our moves; and open the tiers that the message names."""
@@ -306,9 +306,10 @@ class NixlOffloadingWorker(OffloadingWorker):
             memory=None if config.memory is None else 0,
             shared=[position for position, tier in enumerate(config.tiers) if tier.is_shared],
         )
-        device = device_of(self._tensors[0] if self._tensors else torch.empty(0))  # a rank without layers has no tiers
+        self.device = device_of(self._tensors[0] if self._tensors else torch.empty(0))
+        """That of the KV caches."""
         numbers = [number for _, number in shards.plan.shards_of(self._rank)]
-        memory = RankMemory(self._tensors, self.layout, device, self._host, numbers, keys, claimed_share)
+        memory = RankMemory(self._tensors, self.layout, self.device, self._host, numbers, keys, claimed_share)
         self._tiers = RankTiers(self.engine, config, memory, self._rank, plans)
         self.load_fence: Fence | None = None
         """Loads of this step wait for this fence; later work of the model does not touch their blocks (decision 0014).
@@ -387,7 +388,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         if refused is None and not self.adapters.agrees(spec.adapter, self._rank):
             refused = (Outcome.DROPPED, "the LoRA adapter was replaced")
         fence = self.load_fence if isinstance(ticket, LoadTicket) else None
-        fence = fence or self.engine.compute_fence() or READY
+        fence = fence or self.device.compute_fence()
         if isinstance(ticket, StoreTicket):
             job = Job(WorkKind.STORE, chunks, len(ticket.keys), fence, job_id, ticket.ticket)
         else:

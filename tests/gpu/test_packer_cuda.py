@@ -85,18 +85,18 @@ def test_batches_equal_the_host(pages: list[Page], pinned_bytes: int, monkeypatc
     ids = [order[4 * n : 4 * n + 4] for n in range(7)]
     wanted = [np.empty((4, block_bytes), dtype=np.uint8) for _ in range(7)]
     reference.gather_many(0, list(zip(ids, wanted, strict=True)), READY)
-    settled(on_device.gather_many(0, list(zip(ids, slots.payloads, strict=True)), on_device.fence()))
+    settled(on_device.gather_many(0, list(zip(ids, slots.payloads, strict=True)), on_device._device.compute_fence()))
     for found, expected in zip(slots.payloads, wanted, strict=True):
         assert (found == expected).all()
-    sums, right = on_device.sums(0, ids, on_device.fence()), reference.sums(0, ids, READY)
+    sums, right = on_device.sums(0, ids, on_device._device.compute_fence()), reference.sums(0, ids, READY)
     settled(sums)
     assert np.array_equal(np.stack(sums.values()), np.stack(right.values()))
 
     back = list(reversed(ids))
     reference.scatter_many(0, list(zip(back, wanted, strict=True)), READY)
-    settled(on_device.scatter_many(0, list(zip(back, slots.payloads, strict=True)), on_device.fence()))
+    settled(on_device.scatter_many(0, list(zip(back, slots.payloads, strict=True)), on_device._device.compute_fence()))
     reference.clear(0, order[:3], READY)
-    settled(on_device.clear(0, order[:3], on_device.fence()))
+    settled(on_device.clear(0, order[:3], on_device._device.compute_fence()))
     assert all((found.cpu() == expected).all() for found, expected in zip(tensors, host, strict=True))
     slots.slab.close()
 
@@ -116,7 +116,7 @@ def test_what_crosses_the_bus_is_summed_on_the_device(monkeypatch: pytest.Monkey
         raise AssertionError("the processor was to sum")
 
     monkeypatch.setattr(packer, "payload_checksums", refuse)
-    gathered = on_device.gather_many(0, list(zip(ids, payloads, strict=True)), on_device.fence())
+    gathered = on_device.gather_many(0, list(zip(ids, payloads, strict=True)), on_device._device.compute_fence())
     settled(gathered)
     summed = at_once(on_device.bring(0, payloads))
     settled(summed)
@@ -125,7 +125,9 @@ def test_what_crosses_the_bus_is_summed_on_the_device(monkeypatch: pytest.Monkey
     for payload in payloads:
         payload[:] = 0  # the scatter reads the copy on the device
     targets = [np.arange(40 + 4 * n, 44 + 4 * n, dtype=np.int32) for n in range(3)]
-    settled(on_device.scatter_many(0, list(zip(targets, summed.rows(), strict=True)), on_device.fence()))
+    settled(
+        on_device.scatter_many(0, list(zip(targets, summed.rows(), strict=True)), on_device._device.compute_fence())
+    )
     for sources, target in zip(ids, targets, strict=True):
         assert torch.equal(tensor[target.tolist()].cpu(), host[sources.tolist()])
     slots.slab.close()

@@ -48,6 +48,12 @@ class TestedRank(RankEngine):
             chunk.kind = kind
         self.submit_moves(ticket, chunks)
 
+    def compute_fence(self) -> Fence:
+        """Mark this point of the compute stream, as the worker does."""
+        for engine in self._engines.values():
+            return engine.paths._memory.device.compute_fence()
+        return READY
+
     def idle(self) -> bool:
         return not self.has_jobs
 
@@ -60,7 +66,7 @@ class TestedRank(RankEngine):
             if kind.in_background:
                 made[-1].kind = chunk.kind
         count = len(made) if count is None else count
-        self.submit(Job(kind, made, count, fence or self.compute_fence() or READY, **options))
+        self.submit(Job(kind, made, count, fence or self.compute_fence(), **options))
 
 
 class Alone(TestedRank):

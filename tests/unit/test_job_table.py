@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.engine import jobs, pump
@@ -30,7 +31,7 @@ from nixl_offload.engine.records import (
     make_move,
 )
 from nixl_offload.engine.staging import Slot
-from nixl_offload.engine.streams import READY
+from nixl_offload.engine.streams import device_of
 from nixl_offload.types import Key, Location, Outcome
 from tests.unit.rank_rig import TestedRank, causes_of
 
@@ -52,7 +53,7 @@ class Engine:
         self.hangs: threading.Event | None = None
         self.is_broken = False
         self.drains = False
-        self.paths = SimpleNamespace(packer=SimpleNamespace(fence=lambda: READY), moves_blocks=False)
+        self.paths = SimpleNamespace(_memory=SimpleNamespace(device=device_of(torch.empty(0))), moves_blocks=False)
 
     def status(self) -> TierStatus:
         return TierStatus(self.queue.waiting(), "", TierAccess("copy", ("host",)))
