@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -118,3 +120,24 @@ def test_a_server_opens_whatever_a_power_cut_leaves(name: str, tmp_path: Path, m
     assert outcome.findings == []
     assert outcome.counts["disks"] > 8
     assert outcome.counts["whole"] > 0
+
+
+def test_a_file_without_a_name_is_not_taken_for_one_that_had_its_inode(tmp_path: Path) -> None:
+    from tests.prove.power.recording import Kind, build, record
+
+    root = tmp_path / "recorded"
+    root.mkdir()
+    history = record(build(tmp_path), root, "tests.unit.test_prove")
+    assert [call.data for call in history.calls if call.kind is Kind.WRITE] == [b"named"]
+
+
+def _use_an_inode_again(root: Path) -> None:
+    path = root / "file"
+    path.write_bytes(b"named")
+    path.unlink()
+    with tempfile.TemporaryFile(buffering=0, dir=root) as file:  # ext4 gives it the inode that has just become free
+        file.write(b"nameless")
+
+
+if __name__ == "__main__":
+    _use_an_inode_again(Path(sys.argv[1]))

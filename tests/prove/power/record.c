@@ -23,7 +23,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { END, WRITE, RESIZE, ALLOCATE, SYNC, CREATE, RENAME, UNLINK, MKDIR, RMDIR, LINK, MARK };
+enum { END, WRITE, RESIZE, ALLOCATE, SYNC, CREATE, RENAME, UNLINK, MKDIR, RMDIR, LINK, MARK, NAMELESS };
 
 struct record {
     uint32_t kind, id;
@@ -356,6 +356,10 @@ static int opened(const char *symbol, int at, const char *name, int flags, mode_
                     : NEXT(int (*)(int, const char *, int, ...), "openat64")(at, name, flags, mode);
     if (is_ours)
         end(record.id, fd, before || fd < 0 ? 0 : inode_of(fd, path));
+    if (fd >= 0 && (flags & O_TMPFILE) == O_TMPFILE) {
+        struct record nameless = {.kind = NAMELESS, .inode = inode_of(fd, path)};
+        append(&nameless, NULL, NULL, NULL, 0);
+    }
     if (is_locked)
         pthread_mutex_unlock(&one_by_one);
     return fd;

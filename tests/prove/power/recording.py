@@ -36,6 +36,8 @@ class Kind(IntEnum):
     RMDIR = 9
     LINK = 10
     MARK = 11
+    NAMELESS = 12
+    """A file was made that has no name, with O_TMPFILE. It may have the inode of one that was removed."""
 
 
 ON_NAMES = frozenset({Kind.CREATE, Kind.RENAME, Kind.UNLINK, Kind.MKDIR, Kind.RMDIR, Kind.LINK})
@@ -121,6 +123,8 @@ def read(log: bytes, root: str) -> History:
         below = [name.removeprefix(root).strip("/") for name in (path, other)]
         if kind == Kind.MARK:
             marks.append((time, path))
+        elif kind == Kind.NAMELESS:
+            files.pop(inode, None)
         elif kind != Kind.END:
             file = -1
             if Kind(kind) in ON_NAMES:
