@@ -31,7 +31,6 @@ from tests.unit.stored_rig import RANKS, namespace_of, put_chunk
 SHARD_BYTES = 4096
 CHUNK_BYTES = RANKS * SHARD_BYTES
 CAPACITY_BYTES = 64 * CHUNK_BYTES
-OLD_S = time.time() - 1000
 LEFT = 62
 """Chunks that are left after a pass over more than 63: see ``eviction.STEPS``."""
 
@@ -39,6 +38,11 @@ LEFT = 62
 @pytest.fixture
 def store(tmp_path: Path) -> TreeStore:
     return TreeStore(str(tmp_path / "kv"))
+
+
+def old(number: int) -> float:
+    """A time for each chunk. At a greater age two chunks would count as equally old."""
+    return time.time() - 1000 + number
 
 
 def fill(store: TreeStore, count: int, *, tenant: str = "default", used_s: Callable[[int], float]) -> list[list[str]]:
@@ -103,7 +107,7 @@ def test_a_filesystem_with_less_room_than_the_capacity_is_not_left_full(
     with mounted(tmp_path / "kv", options):
         store = TreeStore(str(tmp_path / "kv"))
         with pytest.raises(StoreError, match="No space"):
-            fill(store, 200, used_s=lambda number: OLD_S + number)
+            fill(store, 200, used_s=old)
         oldest = min(there(store), key=lambda name: Path(store.where, name).stat().st_mtime)
         engine = evicting(store, 1 << 40)
         until(lambda: engine.evicted > 0)
@@ -123,7 +127,7 @@ def test_a_share_of_the_filesystem_stays_free(tmp_path: Path, evicting: Callable
 
     with mounted(root):
         store, files = TreeStore(str(root)), TreeFiles(str(root), direct_io=True, kept_free=0.25)
-        fill(store, 30, used_s=lambda number: OLD_S + number)
+        fill(store, 30, used_s=old)
         with pytest.raises(StoreError, match="25% that stay free") as caught:
             files.abandon(files.create("draft", 600 << 10))
         assert caught.value.cause == "full"
@@ -168,9 +172,9 @@ def test_files_of_others_stay_and_do_not_count(tmp_path: Path) -> None:
     stranger = Path(store.where, "notes.txt")
     stranger.write_bytes(bytes(CAPACITY_BYTES))
     os.utime(stranger, (1.0, 1.0))
-    fill(store, 63, used_s=lambda number: OLD_S + number)
+    fill(store, 63, used_s=old)
     assert shrink(store, CAPACITY_BYTES)[0] == 0
-    fill(store, 64, used_s=lambda number: OLD_S + number)
+    fill(store, 64, used_s=old)
     Path(store.where, "lost+found").mkdir()
     hostile.refuse(errno.EACCES, "list", f"{store.where}/lost+found")
     assert shrink(store, CAPACITY_BYTES)[0] == 64 - LEFT
@@ -182,7 +186,7 @@ def test_a_chunk_that_cannot_be_deleted_does_not_keep_others(tmp_path: Path) -> 
     """All other chunks of the plan are deleted; then the error is raised."""
     hostile = HostileFilesystem()
     store = TreeStore(str(tmp_path / "kv"), hostile)
-    chunks = fill(store, 120, used_s=lambda number: OLD_S + number)
+    chunks = fill(store, 120, used_s=old)
     going = [name for chunk in chunks[: 120 - LEFT] for name in chunk]
     hostile.refuse(errno.EACCES, "unlink", f"{store.where}/{min(going)}")
     with pytest.raises(StoreError, match=f"cannot delete {min(going)}: Permission denied"):
@@ -192,13 +196,13 @@ def test_a_chunk_that_cannot_be_deleted_does_not_keep_others(tmp_path: Path) -> 
 
 def test_one_engine_evicts_and_another_takes_over(store: TreeStore, evicting: Callable[..., Eviction]) -> None:
     """Two engines have the directory open: only one deletes. When it ends the other goes on."""
-    fill(store, 100, used_s=lambda number: OLD_S + number)
+    fill(store, 100, used_s=old)
     both = [evicting(store), evicting(store)]
     until(lambda: len(there(store)) == LEFT * RANKS and any(each.evicted for each in both))
     [first] = [each for each in both if each.evicted]
     [second] = [each for each in both if each is not first]
     first.close()
-    fill(store, 100, used_s=lambda number: OLD_S + number)
+    fill(store, 100, used_s=old)
     until(lambda: len(there(store)) <= (LEFT + 1) * RANKS and second.evicted > 0)
     assert first.evicted == 100 - LEFT
 
@@ -216,7 +220,7 @@ def test_a_directory_that_vanishes_ends_nothing(
     assert not root.exists()
     assert caplog.text.count("nothing is evicted") == 1
     root.with_name("away").rename(root)
-    fill(store, 100, used_s=lambda number: OLD_S + number)
+    fill(store, 100, used_s=old)
     until(lambda: len(there(store)) <= (LEFT + 1) * RANKS)
 
 
@@ -233,7 +237,7 @@ def test_a_drive_that_is_mounted_anew_is_kept_to_its_capacity_again(
     time.sleep(0.1)
     assert not list(root.iterdir())
     with mounted(root):
-        fill(TreeStore(str(root)), 32, used_s=lambda number: OLD_S + number)
+        fill(TreeStore(str(root)), 32, used_s=old)
         until(lambda: engine.evicted > 0)
         engine.close()
 
