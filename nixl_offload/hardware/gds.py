@@ -35,7 +35,8 @@ def settings_of(name: str, root: str = "/") -> list[str]:
 
     The file is JSON with comments. A search is enough: what this module needs has one meaning in all sections.
     """
-    text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", read(root, settings_path()), flags=re.DOTALL)
+    strings_and_comments = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
+    text = strings_and_comments.sub(lambda found: found[1] or " ", read(root, settings_path()))
     return re.findall(rf'"{name}"\s*:\s*(\w+)', text)
 
 

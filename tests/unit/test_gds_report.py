@@ -134,7 +134,7 @@ MISSING: list[tuple[Callable[[Machine], object], str, str]] = [
     (lambda m: m.remove("proc/driver/nvidia-fs"), "nvidia-fs is not loaded, and no PCI P2PDMA", "modprobe nvidia-fs"),
     (lambda m: m.remove("dev/nvidia-fs0"), "no /dev/nvidia-fs*", "NVIDIA_GDS=enabled"),
     (lambda m: m.write("proc/driver/nvidia-fs/modules", "rpcrdma: 1\n"), "nvme driver", "MLNX_OFED"),
-    (lambda m: m.cufile('{"properties": {"force_compat_mode": true}}'), "compat_mode is on", "off"),
+    (lambda m: m.cufile('{"dir": "/mnt//x", "properties": {"force_compat_mode": true}}'), "compat_mode is on", "off"),
     (lambda m: m.mount("ext4", *PLAIN, "rw"), "does not say data=ordered", "remount"),
     (lambda m: m.mount("ext4", *PLAIN, JOURNAL), "has data=journal", "remount"),
     (lambda m: m.mount("overlay", "overlay", "0:40", "rw,lowerdir=/a"), "overlay at", "NVMe"),
