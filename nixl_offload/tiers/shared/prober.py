@@ -33,7 +33,7 @@ MAX_SAMPLES: Final = 1024
 
 
 @dataclass(slots=True, eq=False)
-class Probe:
+class KeyProbe:
     """The question whether a key exists, and its answer. The answer ignores later changes to the key."""
 
     key: Key
@@ -58,7 +58,7 @@ class Prober:
         store: Store,
         *,
         witness_of: Callable[[Key], StoredShard | None],
-        on_answer: Callable[[Probe], None],
+        on_answer: Callable[[KeyProbe], None],
         on_end: Callable[[Search], None],
         ttl_s: float | None = None,
         threads: int = 16,
@@ -87,9 +87,9 @@ class Prober:
         self._seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._lock = threading.Lock()
         """Guards the fields below."""
-        self._probes: dict[Key, Probe] = {}
+        self._probes: dict[Key, KeyProbe] = {}
         """Questions sent or queued."""
-        self._out: set[Probe] = set()
+        self._out: set[KeyProbe] = set()
         self._is_closed = False
 
     def search(self, search: Search) -> None:
@@ -119,7 +119,7 @@ class Prober:
         for _ in range(min(limit, len(self._events))):
             self._events.popleft()()
 
-    def overdue(self, now_s: float, limit_s: float) -> tuple[set[Key], list[Probe]]:
+    def overdue(self, now_s: float, limit_s: float) -> tuple[set[Key], list[KeyProbe]]:
         """Return the keys whose questions were sent more than ``limit_s`` ago, and those questions among them that were
         not returned before.
         """
@@ -157,7 +157,7 @@ class Prober:
             key = search.keys[position]
             probe = self._probes.get(key)
             if probe is None:
-                probe = self._probes[key] = Probe(key)
+                probe = self._probes[key] = KeyProbe(key)
                 self._asking.start(partial(self._ask, probe))
             probe.waiters.append((search, position))
         if search.done:
@@ -166,7 +166,7 @@ class Prober:
 
     # On threads.
 
-    def _ask(self, probe: Probe) -> None:
+    def _ask(self, probe: KeyProbe) -> None:
         with self._lock:
             if self._is_closed or all(search.is_over for search, _ in probe.waiters):
                 del self._probes[probe.key]

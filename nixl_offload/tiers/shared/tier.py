@@ -25,7 +25,7 @@ from nixl_offload.tiers.breaker import Breaker
 from nixl_offload.tiers.shared.eviction import Eviction
 from nixl_offload.tiers.shared.naming import manifest_name, witness_shard
 from nixl_offload.tiers.shared.presence import MAX_KEYS, Presence
-from nixl_offload.tiers.shared.prober import Probe, Prober
+from nixl_offload.tiers.shared.prober import KeyProbe, Prober
 from nixl_offload.tiers.shared.search import Lookups, Search, SearchKind
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome, key_group
 
@@ -268,7 +268,7 @@ class SharedTier(Tier):
             if search.kind is SearchKind.CHAIN:  # use the part that is known: its requests can wait no longer
                 self._take_chain(search.keys[:known], known)
 
-    def _on_answer(self, probe: Probe) -> None:
+    def _on_answer(self, probe: KeyProbe) -> None:
         self._answered(probe.error, probe.asked_s)
         key = probe.key
         if probe.is_there and not self._prober.expired(probe.modified_s):
