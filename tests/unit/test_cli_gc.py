@@ -344,7 +344,7 @@ def width_s(item: ChunkInfo) -> float:
 
 
 @given(_CHUNKS, st.none() | st.integers(0, 20_000), st.none() | st.floats(0, 1e7))
-def test_whatever_is_there_the_limits_are_kept(
+def test_the_limits_are_kept_by_any_plan(
     chunks: list[ChunkInfo], max_bytes: int | None, older_than_s: float | None
 ) -> None:
     """Limits hold to within one age bucket."""

@@ -89,7 +89,7 @@ def test_a_restart_finds_what_was_put_in_its_order(path: str) -> None:
     assert write(path) == rows(9, 1, 5)
 
 
-def test_many_rows_come_back_whatever_their_number(path: str) -> None:
+def test_any_number_of_rows_comes_back(path: str) -> None:
     """More than a read and more than a piece, in slots all over the file, with keys of all lengths."""
     choose, durable = random.Random(3), Durable(path)
     slots = choose.sample(range(SLOTS), 20_000)
