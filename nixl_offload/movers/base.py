@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from nixl_offload.errors import MoverError
 from nixl_offload.keep import keep_forever
-from nixl_offload.stores.filesystem import REAL
+from nixl_offload.stores.filesystem import REAL, Filesystem
 from nixl_offload.types import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -410,7 +410,7 @@ def move(mover: Mover, submit: Callable[[], Transfer], limit_s: float) -> float:
     return max(time.monotonic() - began_s, 1e-9)
 
 
-def open_file(mover: Mover, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
+def open_file(mover: Mover, path: str, length_bytes: int, *, direct_io: bool, filesystem: Filesystem = REAL) -> FileId:
     """Open an existing regular file for reading and writing, and register ``[0, length_bytes)`` with ``mover``.
 
     Never creates or truncates. If the filesystem refuses O_DIRECT, I/O is buffered, with one line in the log. Raises
@@ -428,10 +428,13 @@ def open_file(mover: Mover, path: str, length_bytes: int, *, direct_io: bool) ->
             logger.warning("%s: this filesystem refuses O_DIRECT; reading and writing through the page cache", path)
     except OSError as error:
         raise MoverError(f"cannot open {path} for reading and writing: {error.strerror}") from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        if not stat.S_ISREG(filesystem.stat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        filesystem.clear_flag(fd, os.O_NONBLOCK)  # io_uring returns EAGAIN for such files on some devices
+    except OSError as error:
         os.close(fd)
-        raise MoverError(f"cannot use {path}: not a regular file")
-    REAL.clear_flag(fd, os.O_NONBLOCK)  # io_uring returns EAGAIN for such files on some devices
+        raise MoverError(f"cannot use {path}: {error.strerror}") from error
     return mover.adopt_file(fd, path, length_bytes, direct=direct)
 
 

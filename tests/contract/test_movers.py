@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import functools
 import os
@@ -21,6 +22,7 @@ from nixl_offload.movers.select import probe_round_trip
 from nixl_offload.movers.threaded import CopyMover
 from tests.contract.suites.mover_rig import HostMemory, extents
 from tests.contract.suites.mover_suite import MoverSuite
+from tests.hostile import HostileFilesystem
 
 HERE = Path(__file__).parent
 
@@ -77,6 +79,17 @@ def test_only_the_open_is_made_without_blocking(tmp_path: Path) -> None:
     with contextlib.closing(Notes()) as mover:
         open_file(mover, str(tmp_path / "data"), 4096, direct_io=False)
         assert not mover.flags & os.O_NONBLOCK
+
+
+@pytest.mark.parametrize("call", ["stat", "clear_flag"])
+def test_a_file_whose_status_cannot_be_read_is_closed(tmp_path: Path, call: str) -> None:
+    """NFS answers ESTALE to them where a file went away after it was opened."""
+    (tmp_path / "data").write_bytes(bytes(4096))
+    hostile, before = HostileFilesystem(), os.listdir("/proc/self/fd")
+    hostile.refuse(errno.ESTALE, call)
+    with contextlib.closing(CopyMover()) as mover, pytest.raises(MoverError, match=os.strerror(errno.ESTALE)):
+        open_file(mover, str(tmp_path / "data"), 4096, direct_io=False, filesystem=hostile)
+    assert os.listdir("/proc/self/fd") == before
 
 
 class Refuses(CopyMover):

@@ -164,8 +164,8 @@ class SlabFile:
             finally:
                 self._is_growing = False
 
-    def check(self) -> None:
-        """Raise TierError if storing cannot work now. A full drive is no reason: allocated extents can be written.
+    def check(self) -> int:
+        """Return the file's size. Raise TierError if storing cannot work now; a full drive is no reason.
 
         ``missing``: the path is gone, or leads to another file than the opened one. ``locked``: another engine has the
         directory.
@@ -181,13 +181,13 @@ class SlabFile:
             raise tier_error(error, f"cannot use {self.path}") from error
         if self._fd < 0 or (status.st_dev, status.st_ino) != self._identity:
             raise TierError(f"{self.path} is another file than the one that was opened", cause="missing")
+        return status.st_size
 
     def _back(self, extent: int) -> Generator[None, None, None]:
         """Preallocate one extent. Raises TierError; then the file has its old size."""
         start = extent * self.extent_bytes
         end = min(start + self.extent_bytes, self.rank_bytes)
-        self.check()
-        size = self._filesystem.stat(self._fd).st_size
+        size = self.check()
         needed_bytes = end - max(start, size)
         try:
             if needed_bytes > 0 and spare_bytes(self._filesystem.space(self._fd), self._kept_free) < needed_bytes:
