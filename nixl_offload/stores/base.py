@@ -54,11 +54,11 @@ class Store(ABC):
         """Delete objects; absent ones are fine. Raises StoreError for the first failure, after all were tried."""
 
     @abstractmethod
-    def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        """Yield the objects whose names begin with ``prefix`` and sort after ``start_after``, in name order (by bytes).
+    def list(self, directory: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
+        """Yield the objects whose names begin with ``directory`` (empty, or ending in a slash) and sort after
+        ``start_after`` (not ending in one), in name order (by bytes).
 
-        Fetches a page when it is needed. Any page may raise StoreError; to resume, pass the last name as
-        ``start_after``.
+        Fetches a page when it is needed. Any page may raise StoreError; to resume, pass the last name.
         """
 
     @abstractmethod

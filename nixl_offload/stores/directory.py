@@ -331,10 +331,10 @@ class TreeStore(TreeFiles, Store):
             raise first
         self.require_root("delete")
 
-    def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        self.require_root(f"list {prefix}")
-        with self.translating(f"list {prefix}"):
-            yield from self._walk("", os.fsencode(prefix), os.fsencode(start_after))
+    def list(self, directory: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
+        self.require_root(f"list {directory}")
+        with self.translating(f"list {directory}"):
+            yield from self._walk("", os.fsencode(directory), os.fsencode(start_after))
 
     def remove_stale_drafts(self, older_than_s: float, is_ours: Callable[[str], bool] = lambda name: True) -> int:
         """Remove drafts of dead writers; return how many. Choose an age of hours, because slow writers have drafts too.

@@ -1,4 +1,4 @@
-"""GETs of presigned URLs, directly into the caller's memory, over HTTP/1.1 connections of our own.
+"""GETs of presigned URLs, directly into the caller's memory, by the standard library's HTTP.
 
 S3 clients copy bodies through their own buffers, which costs more than the network: docs/decisions/0009-s3-clients.md.
 Threading: any thread; a connection serves one call at a time. Ownership: a call uses the caller's memory only until it
@@ -7,6 +7,8 @@ returns. If an answer is not exactly the requested bytes, the caller reads by it
 
 from __future__ import annotations
 
+import asyncio
+import io
 import logging
 import math
 import select
@@ -16,10 +18,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from http.client import HTTPException, HTTPResponse
+from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
-from nixl_offload.stores.s3 import proxy_of
+from nixl_offload.stores.s3 import CONNECT_TIMEOUT_S, proxy_of
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +30,8 @@ PAUSE_S: Final = 5.0
 """Length of a pause of direct GETs. Without it a server that hangs would be asked twice per read."""
 KEEP_S: Final = 20.0
 """A connection that was idle for longer is not reused: a firewall may have dropped it."""
-CONNECT_S: Final = 1.0
-"""Time limit to connect to one address. Some addresses of a host may be dead."""
-_HEAD_BYTES: Final = 16 << 10
-"""Size limit of an answer's status line and headers."""
-_END: Final = b"\r\n\r\n"
+NEXT_ADDRESS_S: Final = 0.5
+"""If an address of a host has not answered for this long, the next one is tried beside it (RFC 8305)."""
 
 
 class DirectGets:
@@ -77,7 +77,7 @@ class DirectGets:
                 with suppress(BrokenPipeError, ConnectionResetError):  # the server has closed it; try the next
                     return self._exchange(kept, request, offset, memory)
             return self._exchange(self._connect(parts), request, offset, memory)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException, RuntimeError) as error:  # RuntimeError: no thread can be started
             logger.debug("a direct GET is left to the client: %s", type(error).__name__)
             self.pause()
             return False
@@ -98,10 +98,9 @@ class DirectGets:
         if proxy_of(parts):
             raise OSError("behind a proxy")
         host, is_tls = parts.hostname or "", parts.scheme == "https"
-        port, limit_s = parts.port or (443 if is_tls else 80), min(CONNECT_S, self._timeout_s)
-        opened = socket.create_connection((host, port), limit_s)  # tries the host's addresses one after the other
+        port, limit_s = parts.port or (443 if is_tls else 80), min(CONNECT_TIMEOUT_S, self._timeout_s)
+        opened = asyncio.run(asyncio.wait_for(_open(host, port), limit_s))
         try:
-            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             opened.settimeout(self._timeout_s)
             if is_tls:
                 self._context = self._context or self._tls()
@@ -113,34 +112,19 @@ class DirectGets:
 
     def _exchange(self, connection: socket.socket, request: bytes, offset: int, memory: memoryview) -> bool:
         """Send one request and read its answer; returns as ``read_into``. Keeps the connection if it is reusable."""
-        deadline_s, keeps = time.monotonic() + self._timeout_s, False
-        buffer = bytearray(_HEAD_BYTES)
-        view = memoryview(buffer)
+        stream: Any = _Stream(connection, time.monotonic() + self._timeout_s)
+        answer, keeps = HTTPResponse(stream, method="GET"), False
         try:
             connection.sendall(request)
-            got, end = 0, -1
-            while end < 0:
-                count = connection.recv_into(view[got:]) if got < _HEAD_BYTES else 0
-                if not count or time.monotonic() > deadline_s:
-                    raise OSError("no whole answer") if got else ConnectionResetError
-                got += count
-                end = buffer.find(_END, 0, got)
-            begin = end + len(_END)
-            is_wanted, may_keep = _parse(bytes(view[:end]), offset, memory.nbytes)
-            if not is_wanted:
+            answer.begin()
+            if not _is_wanted(answer, offset, memory.nbytes):
                 return False
-            filled = got - begin
-            if filled > memory.nbytes:
-                raise ValueError("more than was announced")
-            memory[:filled] = view[begin:got]
-            while filled < memory.nbytes:
-                count = connection.recv_into(memory[filled:])
-                if not count or time.monotonic() > deadline_s:
-                    raise OSError("the body ended early, or came too slowly")
-                filled += count
-            keeps = may_keep
+            if answer.readinto(memory) < memory.nbytes:
+                raise OSError("the body ended early")
+            keeps = not answer.will_close
             return True
         finally:
+            answer.close()
             if keeps:
                 self._idle.append((time.monotonic(), connection))
             else:
@@ -149,25 +133,37 @@ class DirectGets:
                 self.close()
 
 
-def _parse(head: bytes, offset: int, wanted: int) -> tuple[bool, bool]:
-    """Return whether an answer's body is the ``wanted`` bytes from ``offset`` on, and whether the connection can be
-    kept. Raises ValueError if ``head`` is not HTTP/1.
-    """
-    first, *lines = head.split(b"\r\n")
-    version, code, *_ = first.split(b" ", 2)
-    if version not in {b"HTTP/1.1", b"HTTP/1.0"} or len(code) != 3:
-        raise ValueError("not HTTP/1")
-    fields: dict[bytes, bytes] = {}
-    for line in lines:
-        name, colon, value = line.partition(b":")
-        if not colon or (name.lower() in fields and name.lower() in {b"content-length", b"content-range"}):
-            raise ValueError("not a header")
-        fields[name.lower()] = value.strip()
-    status, span = int(code), fields.get(b"content-range")
+class _Stream(socket.SocketIO):
+    """What an answer is read from. It raises TimeoutError after a deadline, however often a byte comes."""
+
+    def __init__(self, connection: socket.socket, deadline_s: float) -> None:
+        super().__init__(connection, "r")
+        self._deadline_s = deadline_s
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self)
+
+    def readinto(self, memory: Any) -> int | None:
+        if time.monotonic() > self._deadline_s:
+            raise TimeoutError
+        return super().readinto(memory)
+
+
+async def _open(host: str, port: int) -> socket.socket:
+    """Connect to whichever address of a host answers first."""
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.create_connection(asyncio.Protocol, host, port, happy_eyeballs_delay=NEXT_ADDRESS_S)
+    opened: socket.socket = transport.get_extra_info("socket").dup()
+    transport.close()
+    return opened
+
+
+def _is_wanted(answer: HTTPResponse, offset: int, wanted_bytes: int) -> bool:
+    """Return whether an answer's body is the bytes from ``offset`` on."""
+    fields, span = answer.headers, answer.headers["Content-Range"]
     if span:
-        is_wanted = status in {200, 206} and span.startswith(b"bytes %d-%d/" % (offset, offset + wanted - 1))
+        is_range = answer.status in {200, 206} and span.startswith(f"bytes {offset}-{offset + wanted_bytes - 1}/")
     else:  # some servers ignore a range and answer 200: without Content-Range that may be the whole object
-        is_wanted = status == 200 and not offset
-    is_wanted &= fields.get(b"content-length") == b"%d" % wanted and b"transfer-encoding" not in fields
-    is_wanted &= fields.get(b"content-encoding", b"identity") == b"identity"
-    return is_wanted, version == b"HTTP/1.1" and fields.get(b"connection", b"").lower() != b"close"
+        is_range = answer.status == 200 and not offset
+    is_plain = "Transfer-Encoding" not in fields and fields.get("Content-Encoding", "identity") == "identity"
+    return is_range and is_plain and fields.get_all("Content-Length") == [str(wanted_bytes)]

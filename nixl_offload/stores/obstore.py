@@ -73,7 +73,11 @@ class BucketStore(Store):
         self._address = S3Address.of(tier)
         self.where = self._address.where
         self._lock = threading.Lock()
-        self._made: tuple[S3Store, _Provider] | None = None
+        self._made: tuple[S3Store, _Provider, S3Store | None] | None = None
+        """The client, its credentials, and over TLS a second client that does not sign payloads: hashing them costs
+        more than TLS, which protects them as well."""
+        self._takes_unsigned: bool | None = None
+        """Whether the server takes unsigned payloads. None: not tried yet."""
         self._ask_chain_at_s = 0.0
         self._closed = False
         self._ignores_ranges = False
@@ -84,15 +88,19 @@ class BucketStore(Store):
 
     def head(self, name: str) -> ObjectInfo | None:
         """Return the object's metadata, None if it is absent. A missing bucket gives None too; a write reports it."""
-        found = self._call(f"HEAD {name}", _head, self._address.key(name))
-        return None if found is None else self._info(found)
+
+        def look(store: S3Store) -> ObjectInfo | None:
+            with suppress(FileNotFoundError):  # the answer to most probes; an error of ours would be too slow
+                return self._info(obstore.head(store, self._address.key(name)))
+            return None
+
+        return self._call(f"HEAD {name}", look)
 
     def read_into(self, name: str, offset: int, memory: memoryview) -> None:
         self._call(f"GET {name}", self._read_into, name, offset, memory.cast("B"))
 
     def write(self, name: str, memory: memoryview) -> None:
-        key = self._address.key(name)
-        self._call(f"PUT {name}", obstore.put, key, memory.cast("B"), use_multipart=False)
+        self._call(f"PUT {name}", self._put, self._address.key(name), memory.cast("B"))
 
     def delete(self, names: Sequence[str]) -> None:
         first: StoreError | None = None
@@ -107,31 +115,52 @@ class BucketStore(Store):
         if first is not None:
             raise first
 
-    def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        # obstore lists whole path segments, so list the directory. It drops a trailing slash of the start.
-        directory = prefix[: prefix.rfind("/") + 1]
-        after = max(start_after, prefix[:-1] if prefix != directory else "")
-        for info in self._list_directory(f"LIST {prefix}".rstrip(), directory, after):
-            if info.name > start_after and info.name.startswith(prefix):
-                yield info
-            elif info.name > prefix and not info.name.startswith(prefix):
+    def list(self, directory: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
+        doing, where = f"LIST {directory}".rstrip(), self._address.key(directory).rstrip("/") or None
+        offset, page = self._address.key(start_after) if start_after else None, list[Any]()
+
+        def next_page(store: S3Store) -> Any:
+            return next(obstore.list(store, where, offset=offset, chunk_size=LIST_PAGE), [])
+
+        while True:
+            last = page and page[-1]
+            page = self._call(doing, next_page)
+            if page and page[-1] == last:
+                text = "the server begins again with a page that it has sent: not S3?"
+                raise StoreError(f"{self.where}: {doing}: {text}", cause="server")
+            yield from map(self._info, page)
+            if len(page) < LIST_PAGE:
                 return
+            offset = page[-1]["path"]
 
     def close(self) -> None:
         with self._lock:
             self._closed, self._made = True, None
         self._direct.close()
 
+    def _put(self, store: S3Store, key: str, memory: memoryview) -> None:
+        """Write with an unsigned payload if possible. If the first one is refused and ``store`` is not, sign them."""
+        made = self._made
+        if made is not None and made[2] is not None and self._takes_unsigned is not False:
+            try:
+                obstore.put(made[2], key, memory, use_multipart=False)
+                self._takes_unsigned = True
+                return
+            except BaseError as error:
+                if self._takes_unsigned or self._parsed("PUT", str(error)).cause not in {"denied", "io"}:
+                    raise
+        obstore.put(store, key, memory, use_multipart=False)
+        self._takes_unsigned = False
+
     def _read_into(self, store: S3Store, name: str, offset: int, memory: memoryview) -> None:
         """Read directly if possible, else by obstore; if that breaks off, once more by obstore."""
         goes_directly = bool(memory.nbytes) and not self._direct.is_off
-        if not goes_directly:
-            if self._read_by_obstore(store, name, offset, memory):
+        if goes_directly:
+            url = obstore.sign(store, "GET", self._address.key(name), _SIGNED_FOR)
+            if self._direct.read_into(url, offset, memory):
                 return
-        elif self._direct.read_into(obstore.sign(store, "GET", self._address.key(name), _SIGNED_FOR), offset, memory):
-            return
-        self._client()  # raises when closed
-        if not self._read_by_obstore(store, name, offset, memory):
+            self._client()  # raises when closed
+        if not any(self._read_by_obstore(store, name, offset, memory) for _ in range(1 if goes_directly else 2)):
             text = f"{self.where}: GET {name}: the body ended early"
             raise StoreError(text, cause="unreachable") from BaseError("the body ended early")
         if goes_directly:
@@ -172,25 +201,6 @@ class BucketStore(Store):
                 raise
             return False
         return filled == memory.nbytes
-
-    def _list_directory(self, doing: str, directory: str, after: str) -> Iterator[ObjectInfo]:
-        """Yield the objects in ``directory`` after ``after``, a page per request."""
-        where = self._address.key(directory).rstrip("/") or None
-        offset, page = self._address.key(after) if after else None, list[Any]()
-
-        def next_page(store: S3Store) -> Any:
-            return next(obstore.list(store, where, offset=offset, chunk_size=LIST_PAGE), [])
-
-        while True:
-            last = page and page[-1]
-            page = self._call(doing, next_page)
-            if page and page[-1] == last:
-                text = "the server begins again with a page that it has sent: not S3?"
-                raise StoreError(f"{self.where}: {doing}: {text}", cause="server")
-            yield from map(self._info, page)
-            if len(page) < LIST_PAGE:
-                return
-            offset = page[-1]["path"]
 
     def _info(self, found: Any) -> ObjectInfo:
         name = found["path"][len(self._address.prefix) :]
@@ -272,7 +282,7 @@ class BucketStore(Store):
                 why = "" if isinstance(error, ValueError) else f" ({type(error).__name__})"
         raise StoreError(f"{self.where}: {NO_CREDENTIALS}{why}", cause="denied")
 
-    def _make(self, provider: _Provider) -> tuple[S3Store, _Provider]:
+    def _make(self, provider: _Provider) -> tuple[S3Store, _Provider, S3Store | None]:
         tier, address = self._tier, self._address
         timeout = timedelta(seconds=tier.request_timeout_s)
         address.require_ca_bundle()
@@ -290,13 +300,14 @@ class BucketStore(Store):
         try:
             if address.ca_bundle:
                 client["root_certificate"] = Path(address.ca_bundle).read_bytes()
-            store = S3Store(
-                address.bucket, config=config, client_options=client, retry_config=retries, credential_provider=provider
-            )
+            options: Any = {"client_options": client, "retry_config": retries, "credential_provider": provider}
+            store = S3Store(address.bucket, config=config, **options)
+            if address.plain_http:
+                return store, provider, None
+            return store, provider, S3Store(address.bucket, config=config | {"unsigned_payload": True}, **options)
         except (BaseError, OSError, ValueError) as error:
             text = f"{self.where}: obstore takes no such address, certificates or options ({type(error).__name__})"
             raise StoreError(text, cause="io") from error
-        return store, provider
 
 
 class _Provider(Boto3CredentialProvider):
@@ -305,11 +316,3 @@ class _Provider(Boto3CredentialProvider):
     def __init__(self, *, ttl: timedelta) -> None:
         super().__init__(ttl=ttl)
         self.keys = self.credentials.get_frozen_credentials()
-
-
-def _head(store: S3Store, key: str) -> Any:
-    """Return None for an absent object. Most probes get that answer, so an error would be too slow."""
-    try:
-        return obstore.head(store, key)
-    except FileNotFoundError:
-        return None

@@ -119,6 +119,8 @@ class Raw:
     hangs: bool = False
     keeps: bool = False
     """Leave the connection open for the next request."""
+    pause_s: float = 0.0
+    """Send byte by byte, with pauses."""
 
 
 Fault = Hold | Answer | Reset | Cut | Flip | Stall | Stretch | Raw
@@ -386,7 +388,9 @@ class _Connection(BaseHTTPRequestHandler):
         if isinstance(fault, Raw) and rule is not None:
             self._body()
             self.close_connection |= not fault.keeps
-            self.wfile.write(fault.content)
+            for part in [fault.content] if not fault.pause_s else (bytes([each]) for each in fault.content):
+                self.wfile.write(part)
+                time.sleep(fault.pause_s)
             if fault.hangs:
                 self._wait_for(rule)
             return

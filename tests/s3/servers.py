@@ -12,6 +12,7 @@ import http.client
 import os
 import shutil
 import socket
+import ssl
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,16 @@ import trustme
 
 from examples.s3_server import BUCKET, RcloneServer as PlainRcloneServer, S3Server, free_port
 
-__all__ = ["BUCKET", "MotoServer", "RcloneServer", "S3Server", "TlsRclone", "free_port", "make_certificate"]
+__all__ = [
+    "BUCKET",
+    "MotoServer",
+    "RcloneServer",
+    "S3Server",
+    "TlsRclone",
+    "free_port",
+    "make_certificate",
+    "make_contexts",
+]
 
 _START_S = 30.0
 
@@ -127,6 +137,14 @@ def make_certificate(directory: Path, name: str, *, expired: bool = False) -> tu
     issued.private_key_pem.write_to_path(files[1])
     authority.cert_pem.write_to_path(files[2])
     return files
+
+
+def make_contexts(directory: Path) -> tuple[ssl.SSLContext, ssl.SSLContext, Path]:
+    """Return contexts of a server at 127.0.0.1 and of a client that trusts it, and the authority's file."""
+    certificate, key, authority = make_certificate(directory, "127.0.0.1")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return context, ssl.create_default_context(cafile=str(authority)), authority
 
 
 class MotoServer(S3Server):

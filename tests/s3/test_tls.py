@@ -16,8 +16,9 @@ from nixl_offload.stores.base import Store
 from nixl_offload.stores.s3 import open_store
 from tests.contract.object_rigs import ObjectRig, tier_of
 from tests.contract.suites.store_suite import CALLS, read, write
+from tests.s3.proxy import Answer, FaultProxy
 
-from .servers import BUCKET, TlsRclone, make_certificate
+from .servers import BUCKET, RcloneServer, TlsRclone, make_certificate, make_contexts
 
 LAX = {
     "AWS_ALLOW_INVALID_CERTIFICATES": "true",
@@ -53,6 +54,24 @@ def test_a_certificate_that_nobody_vouches_for_is_refused(secured: tuple[TlsRclo
                 call(store)
             assert caught.value.cause == "unreachable"
         assert read(trusting, "x/1", 0, 4096) == b"x" * 4096
+
+
+@pytest.mark.parametrize("refusal", [None, Answer(400, "InvalidRequest"), Answer(403, "AccessDenied")])
+def test_payloads_are_signed_where_unsigned_ones_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Answer | None
+) -> None:
+    context, _, authority = make_contexts(tmp_path)
+    with RcloneServer() as server, FaultProxy(server.port, tls=context) as proxy:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        if refusal is not None:
+            proxy.inject(refusal, operation="PUT", unless="x-amz-content-sha256: [0-9a-f]{64}")
+        with closing(open_store(tier_of(server, endpoint=proxy.endpoint, ca_bundle=str(authority)))) as store:
+            for number in range(3):
+                write(store, f"x/{number}", b"x" * 4096)
+                assert read(store, f"x/{number}", 0, 4096) == b"x" * 4096
+        unsigned = ["UNSIGNED-PAYLOAD" in head for head in proxy.heads if head.startswith("PUT")]
+    assert unsigned == ([True] * 3 if refusal is None else [True, False, False, False])
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def try_rights(tier: S3Config, config_file: str) -> Iterator[Finding]:
         return Finding(right, "ok", words)
 
     with closing(open_store(tier)) as store:
-        yield attempt("list", "no gc", lambda: next(store.list("check-"), None))
+        yield attempt("list", "no gc", lambda: next(store.list("check/"), None))
         words = "an absent object is reported as absent"
         yield attempt("lookup", "servers cannot tell what is there", lambda: store.head(f"{name}-absent"), words)
         put = attempt("put", "nothing can be stored", lambda: store.write(name, content))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Final
 
 from nixl_offload.errors import StoreError
@@ -55,8 +56,8 @@ class SharedInspector(Inspector):
         return group_chunks(self.store.list(f"{namespace.name}/"), count)
 
     def find(self, namespace: NamespaceInfo, digits: str, limit: int) -> Sequence[ChunkInfo]:
-        found = group_chunks(self.store.list(f"{namespace.name}/{digits[:2]}/{digits}"))
-        return [chunk for chunk, _ in zip(found, range(limit), strict=False)]
+        found = group_chunks(self.store.list(f"{namespace.name}/{digits[:2]}/"))
+        return list(islice((chunk for chunk in found if chunk.key.hex().startswith(digits)), limit))
 
     def read_into(self, shard: ShardInfo, offset: int, memory: memoryview) -> None:
         self.store.read_into(shard.place, offset, memory)
