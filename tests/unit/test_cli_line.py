@@ -97,8 +97,6 @@ def test_odd_bytes_in_an_argument_are_one_line(odd: str, file: Path, cli: Cli) -
         ("configs no-such", 2, "allowed: cpu-dev, cufile.json, gds"),
         ("--version", 0, f"nixl-offload {__version__}\n"),
         ("--help", 0, "nixl-offload show kv.yaml"),
-        ("gc --help", 0, "nixl-offload gc kv.yaml --delete"),
-        ("bucket init --help", 0, "nixl-offload bucket init kv.yaml --yes"),
     ],
 )
 def test_usage_and_help(arguments: str, code: int, words: str, cli: Cli) -> None:

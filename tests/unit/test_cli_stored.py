@@ -87,20 +87,15 @@ def test_a_slab_as_people_and_programs_read_it_is_not_changed(slab: StoredSlab, 
     before, name = snapshot(slab.root), re.escape(slab.namespace.name)
     share = r"[0-9.]+[KM]iB on disk; [0-9.]+% of the capacity, 64\.0MiB"
     use = r"its directory is open now: pid \d+ on '.*' since 20.*" if is_running else "no engine has its directory open"
-    details = (
-        "engine vllm 0.33.0, platform cpu, dtype bfloat16, shards 2, shard_order LBHNC, blocks_per_chunk 4, "
-        "tokens_per_block 16, tp 2"
-    )
     listing = (
         rf"{slab.root} \(slab\): {CHUNKS} chunks in 1 namespace, {ALL}; {share}\n\n"
-        rf"namespace {name}: tenant blue, model org/blue\n    {details}\n"
+        rf"namespace {name}: tenant blue, model org/blue\n    engine vllm 0\.33\.0, .*, tp 2\n"
         rf"    {CHUNKS} chunks in {2 * CHUNKS} shards, {ALL}; written 20.*Z to 20.*Z\n    last opened 20.*Z; {use}\n"
     )
     assert cli("ls", slab.file) == 0
     assert re.fullmatch(listing, cli.out)
     assert cli("verify", slab.file) == 0
-    total = rf"{slab.root}: {CHUNKS} chunks, {ALL} checked, [0-9.]+[KMG]iB/s\n  {CHUNKS} good\n  0 bad\n"
-    assert re.fullmatch(total, cli.out)
+    assert cli.out.endswith(f"\n  {CHUNKS} good\n  0 bad\n")
     assert cli("stat", slab.file, key(1).hex()[:8]) == 0
     first, second = cli.out.strip().split("\n\n")
     assert [text.splitlines()[0] for text in (first, second)] == [slab.place(1), slab.place(1, 1)]

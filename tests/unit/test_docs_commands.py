@@ -7,6 +7,8 @@ A block of shell commands is run where a comment before it says in which place:
     <!-- runs: stored -->    with kv.yaml: a shared directory that holds good chunks
     <!-- runs: bucket -->    with kv.yaml: a bucket of a local S3 server, and its credentials in the environment
     <!-- needs: ... -->      not run: says in words what it needs (a GPU, a vLLM server, a registry)
+
+A block of text right behind it is what it prints, but for figures. docs/commands.md explains all names in JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 WHOLE = "\n".join(TEXTS.values())
 LEVELS = {"warning", "error", "critical", "exception"}
 FENCE = r"^ *```%s\n(.*?)^ *```$"
-RUN = re.findall(r"<!-- runs: (\w+) -->\n+" + FENCE[1:] % "sh", WHOLE, re.MULTILINE | re.DOTALL)
+PRINTS = rf"<!-- runs: (\w+) -->\n+{FENCE[1:] % 'sh'}(?:\n{FENCE[1:] % 'text'})?"
+RUN = re.findall(PRINTS, WHOLE, re.MULTILINE | re.DOTALL)
 CONFIGS = [text for text in re.findall(FENCE % "yaml", WHOLE, re.MULTILINE | re.DOTALL) if "tiers:" in text]
 
 
@@ -48,8 +51,12 @@ def bucket_server() -> Iterator[MotoServer]:
         yield server
 
 
-@pytest.mark.parametrize(("kind", "text"), sorted(set(RUN)), ids=lambda part: part.strip().partition("\n")[0][:40])
-def test_the_commands_run(tmp_path: Path, bucket_server: MotoServer, kind: str, text: str) -> None:
+def _without_figures(text: str) -> str:
+    return re.sub(r"[0-9a-f]{32}|\d[\d.,]*(?:[KMG]iB)?", "0", text)
+
+
+@pytest.mark.parametrize(("kind", "text", "shown"), sorted(set(RUN)), ids=lambda part: part.partition("\n")[0][:40])
+def test_the_commands_run(tmp_path: Path, bucket_server: MotoServer, kind: str, text: str, shown: str) -> None:
     """All lines of a block run in a terminal whose shell stops at the first failure. Every question gets a yes."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     environment |= {"HOME": str(tmp_path), "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
@@ -73,18 +80,21 @@ def test_the_commands_run(tmp_path: Path, bucket_server: MotoServer, kind: str, 
     try:
         os.write(keyboard, b"y\n")
         shell = ["bash", "-euo", "pipefail", "-c", text]
-        pipe = subprocess.PIPE
         done = subprocess.run(
-            shell, cwd=tmp_path, env=environment, stdin=terminal, stdout=pipe, stderr=pipe, timeout=120, check=False
+            shell, cwd=tmp_path, env=environment, stdin=terminal, capture_output=True, timeout=120, check=False
         )
     finally:
         os.close(keyboard)
         os.close(terminal)
     assert done.returncode == 0, f"{text}:\n{done.stdout!r}\n{done.stderr!r}"
+    printed = done.stdout.decode().replace(str(tmp_path), "/mnt")
+    assert not shown or _without_figures(printed) == _without_figures(shown)
+    for name in re.findall(r'"([\w ]+)":', printed if "--json" in text else ""):
+        assert f"`{name}`" in TEXTS["docs/commands.md"], name
 
 
 def test_configs_in_the_pages_are_loaded() -> None:
-    assert {kind for kind, _ in RUN} == {"file", "stored", "bucket"}
+    assert {kind for kind, *_ in RUN} == {"file", "stored", "bucket"}
     assert CONFIGS
     for text in CONFIGS:
         parse_config(yaml.safe_load(text))
@@ -102,10 +112,9 @@ def test_every_command_that_is_mentioned_exists() -> None:
 
 def test_links_lead_somewhere() -> None:
     """Relative links between pages and into the repository."""
-    for folder in (ROOT, ROOT / "docs"):
-        for page in folder.glob("*.md"):
-            for target in re.findall(r"\]\(([^)\s#]+)[^)\s]*\)", page.read_text()):
-                assert "://" in target or (folder / target).exists(), f"{page.name}: {target}"
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s#]+)[^)\s]*\)", page.read_text()):
+            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 # The table of warnings in docs/log-messages.md
@@ -113,8 +122,7 @@ def test_links_lead_somewhere() -> None:
 
 def _explained() -> list[str]:
     """Return the parts of log lines that the tables name, in the first column."""
-    text = TEXTS["docs/log-messages.md"]
-    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    rows = [line.split("|")[1] for line in TEXTS["docs/log-messages.md"].splitlines() if line.startswith("| `")]
     return [part for row in rows for part in re.findall(r"`([^`]+)`", row)]
 
 
@@ -147,11 +155,8 @@ def test_every_warning_in_the_code_is_explained() -> None:
 
 
 def test_every_warning_that_is_explained_exists() -> None:
-    texts = {
-        _plain(node.value)
-        for _, node in _calls_and_texts()
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and not node.value.startswith("\n")
-    }
+    constants = [node.value for _, node in _calls_and_texts() if isinstance(node, ast.Constant)]
+    texts = {_plain(text) for text in constants if isinstance(text, str) and not text.startswith("\n")}
     assert len(_explained()) > 40
     for part in _explained():
         assert any(part in text for text in texts), f"no line of the code has {part!r}"
