@@ -24,8 +24,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, PromMetric, PromMetricT
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import resolve_mamba_align_size
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
@@ -49,14 +51,13 @@ from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.identity import reason_to_stay_off
 from nixl_offload.vllm.kv_caches import RankCaches, keeps_state, offloaded_groups, retained_blocks, without_padding
 from nixl_offload.vllm.manager import NixlOffloadManager
-from nixl_offload.vllm.messages import RankGeometry
+from nixl_offload.vllm.messages import RankGeometry, StepMetadata
 from nixl_offload.vllm.metrics import DEFINITIONS
 from nixl_offload.vllm.plugin import SPEC_NAME, check_version, register
 from nixl_offload.vllm.rank_identity import allocation_digest
 from nixl_offload.vllm.rank_shards import RankShards, cut_chunks, has_replicas, leave_uncut
 from nixl_offload.vllm.serving_tiers import sharing_engines
 from nixl_offload.vllm.vllm_internals import (
-    LeanConnector,
     evict_blocks,
     load_failure_policy,
     outermost_connector,
@@ -196,7 +197,7 @@ class OffConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
 
-class NixlOffloadConnector(LeanConnector):
+class NixlOffloadConnector(OffloadingConnector):
     """Registered as ``NixlOffloadConnector``; configured by ``kv_connector_extra_config: {"config": FILE}``."""
 
     spec: NixlOffloadSpec
@@ -356,6 +357,24 @@ class NixlOffloadConnector(LeanConnector):
         assert self.connector_scheduler is not None
         self.connector_scheduler.check_blocks(request.request_id, block_ids)
         return super().request_finished_all_groups(request, block_ids)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begin the step's loads. This is vLLM's last call before the forward pass, after which it would begin them.
+
+        Safe, in both model runners and on each pipeline stage: earlier steps were launched on the same stream, this
+        step zeroes and copies blocks before the call and computes on none of a load's, and all connectors beside ours
+        have had ``handle_preemptions``, where stores of reused blocks are finished (decision 0014).
+        """
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, OffloadingConnectorMetadata)
+        if connector_metadata.load_jobs and self.connector_worker is not None:
+            self.connector_worker.start_kv_transfers(connector_metadata)
+
+    def start_load_kv(self, forward_context: object, **kwargs: Any) -> None:
+        """Begin what can wait for the forward pass. A call in vain costs little: CPU caches are cold after the pass."""
+        metadata = self._get_connector_metadata()
+        if isinstance(metadata, StepMetadata) and self.connector_worker is not None:
+            self.connector_worker.start_moves(metadata)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose load has ended, and those of them that must be computed from their first token."""

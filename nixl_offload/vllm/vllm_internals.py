@@ -15,31 +15,14 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.forward_context import ForwardContext
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.worker.worker_base import WorkerBase
 
 # The connector.
-
-
-class LeanConnector(OffloadingConnector):
-    """vLLM's connector, but it calls the rank's half only if a step has something to begin.
-
-    vLLM calls this after every forward pass, with cold CPU caches: an empty call costs 5-10 us (decision 0020).
-    """
-
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        metadata, worker = self._connector_metadata, self.connector_worker
-        assert worker is not None
-        assert isinstance(metadata, OffloadingConnectorMetadata)
-        is_ours = type(metadata) is not OffloadingConnectorMetadata
-        if is_ours or metadata.load_jobs or worker._unsubmitted_store_jobs:
-            worker.start_kv_transfers(metadata)
 
 
 def turn_off_loads_within_the_step(extra_config: MutableMapping[str, Any]) -> str | None:

@@ -17,19 +17,18 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingSpec, OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from nixl_offload.catalog.catalog import LoadTicket, MoveTicket, StoreTicket
+from nixl_offload.catalog.catalog import MoveTicket, StoreTicket
 from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.config import Config
 from nixl_offload.engine import Completion, Job, RankEngine, WorkKind
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.paths import RankMemory
 from nixl_offload.engine.pump import LEAKED, leak
-from nixl_offload.engine.streams import READY, Fence, device_of
+from nixl_offload.engine.streams import READY, device_of
 from nixl_offload.errors import LayoutError, NotSupportedError
 from nixl_offload.hardware.machine import machine_token
 from nixl_offload.tiers.base import Place
@@ -154,28 +153,13 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
 
     # A step
 
-    def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
-        """Before each forward pass: submit the stores of the step before, as vLLM does, and fence this step's loads.
-
-        vLLM submits loads after it has launched the forward pass. A fence made then would make them wait for the pass.
-        """
-        super().handle_preemptions(kv_connector_metadata)
-        if kv_connector_metadata.load_jobs:
-            self.rank_worker.load_fence = self.rank_worker.device.compute_fence()
-
-    def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Submit vLLM's loads, then our moves; and open the tiers that the message names."""
-        worker = self.rank_worker
-        try:
-            super().start_kv_transfers(metadata)
-        finally:
-            worker.load_fence = None
-        if isinstance(metadata, StepMetadata):
-            worker.open(metadata.places, metadata.opening)
-            for ticket in metadata.moves:
-                worker.submit_moves(ticket)
-            if question := metadata.weights_question:
-                self._news().weights[self.spec.config.parallel.rank] = WeightsAnswer(question, self._digest_weights())
+    def start_moves(self, metadata: StepMetadata) -> None:
+        """Open the tiers that the message names, submit its moves, and answer its question about weights."""
+        self.rank_worker.open(metadata.places, metadata.opening)
+        for ticket in metadata.moves:
+            self.rank_worker.submit_moves(ticket)
+        if question := metadata.weights_question:
+            self._news().weights[self.spec.config.parallel.rank] = WeightsAnswer(question, self._digest_weights())
 
     def take_results(self) -> KVConnectorTransferResults:
         """Return the requests whose load has ended since the last call, and note outcomes for the next report.
@@ -311,10 +295,6 @@ class NixlOffloadingWorker(OffloadingWorker):
         numbers = [number for _, number in shards.plan.shards_of(self._rank)]
         memory = RankMemory(self._tensors, self.layout, self.device, self._host, numbers, keys, claimed_share)
         self._tiers = RankTiers(self.engine, config, memory, self._rank, plans)
-        self.load_fence: Fence | None = None
-        """Loads of this step wait for this fence; later work of the model does not touch their blocks (decision 0014).
-        None: they wait for all work that the model has when they are submitted.
-        """
         self._status: RankStatus | None = None
         """The last reported status."""
         self._look_s = 0.0
@@ -387,8 +367,7 @@ class NixlOffloadingWorker(OffloadingWorker):
             chunks, refused = of_no_blocks(ticket, blocks.block_ids), (Outcome.FAILED, str(error))
         if refused is None and not self.adapters.agrees(spec.adapter, self._rank):
             refused = (Outcome.DROPPED, "the LoRA adapter was replaced")
-        fence = self.load_fence if isinstance(ticket, LoadTicket) else None
-        fence = fence or self.device.compute_fence()
+        fence = self.device.compute_fence()
         if isinstance(ticket, StoreTicket):
             job = Job(WorkKind.STORE, chunks, len(ticket.keys), fence, job_id, ticket.ticket)
         else:

@@ -158,7 +158,7 @@ def test_nothing_is_scattered_before_the_header_has_come(lab: Lab, verify: str) 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_load_ends_while_the_step_runs_that_it_came_with(lab: Lab, way: Way) -> None:
-    """VLLM submits the load after it launches the forward pass; the load's fence is from before."""
+    """The load's fence is from before the step's forward pass."""
     rig = lab.make(None, "per_layer_pages", way)
     wanted = rig.stored()
     fence = rig.engine.compute_fence()

@@ -19,11 +19,9 @@ from nixl_offload.config import CONNECTOR_NAME
 from nixl_offload.errors import NotSupportedError
 from nixl_offload.types import Outcome
 from nixl_offload.vllm import plugin, vllm_internals
-from nixl_offload.vllm.connector import NixlOffloadConnector
 from nixl_offload.vllm.messages import TicketReport, WorkerReport
 
-CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
-OFFLOADING = f"{CONNECTOR}.offloading"
+OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
 
 
 def named(path: str) -> Any:
@@ -80,28 +78,25 @@ def test_ranks_stop_before_the_scheduler_gives_up_the_directory() -> None:
 
 def test_stores_are_flushed_before_their_blocks_are_reused() -> None:
     in_order(f"{OFFLOADING}.worker:OffloadingConnectorWorker.handle_preemptions", "submit_store(", "self.worker.wait(")
-    in_order("vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.pre_forward", "handle_preemptions(", "_start_load_kv(")
 
 
 def test_a_step_touches_no_block_of_a_load_that_comes_with_it() -> None:
-    """The fence of loads, set in ``handle_preemptions``, depends on this (decision 0014)."""
+    """Loads begin in ``bind_connector_metadata`` and depend on this (decision 0014)."""
     runner, second = "vllm.v1.worker.gpu_model_runner:GPUModelRunner", "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
-    # Before the forward pass, in either runner, and on the thread that launches it.
-    in_order(f"{runner}.execute_model", "handle_preemptions(", "self._update_states(", "self._model_forward(")
+    # Before the forward pass, on the thread that launches it, after stores are flushed and blocks zeroed and copied.
+    bound = ("handle_preemptions(", "self._update_states(", "maybe_get_kv_connector_output(", "self._model_forward(")
+    in_order(f"{runner}.execute_model", *bound)
+    in_order(f"{runner}._update_states", "_zero_block_ids(", "copy_kv_cache_blocks_inplace(")
+    mixin = "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin._get_kv_connector_output"
+    in_order(mixin, "bind_connector_metadata(", "yield", "start_load_kv(", "wait_for_save()")
     launches = ("pre_forward(", "run_fullgraph(", "pre_forward(", "model(")
     in_order(f"{second}.execute_model", "self.update_requests(", *launches)
-    in_order("vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.post_forward", "_start_load_kv()", "wait_for_save()")
-    # The first one zeroes blocks behind it, but no blocks of a load, of any group that we load.
-    assert "zero_block_ids" in source(f"{runner}._zero_block_ids")
+    active = "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector"
+    in_order(f"{active}.pre_forward", "handle_preemptions(", "bind_connector_metadata(")
+    in_order(f"{active}.post_forward", "_start_load_kv()", "wait_for_save()")
+    # Blocks are zeroed and copied in the step that allocates them.
     scheduler = "vllm.v1.core.sched.scheduler:Scheduler.schedule"
-    in_order(scheduler, "delay_cache_blocks=load_kv_async", "get_loaded_kv_cache_group_ids(request)")
-    coordinator = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.allocate_new_computed_blocks"
-    assert "record_for_zeroing=i not in skip_zeroing_group_ids" in source(coordinator)
-    loaded = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_loaded_kv_cache_group_ids"
-    assert "prefix_cacheable_group_ids" in source(loaded)
-    assert "get_loaded_kv_cache_group_ids" not in vars(NixlOffloadConnector)
-    assert "get_loaded_kv_cache_group_ids" not in source(f"{CONNECTOR}.offloading_connector")
-    assert "prefix_cacheable_group_ids" in source(f"{OFFLOADING}.config:get_offloading_group_ids")
+    in_order(scheduler, "allocate_slots(", "take_kv_cache_block_copies()", "self._get_new_block_ids_to_zero()")
     # Nor does the step have freed blocks in its hands: after a preemption it admits no load.
     in_order(scheduler, "self._preempt_request(", "if not preempted_reqs", "get_num_new_matched_tokens(")
     # The request of a load waits: it is no part of the step, and its blocks are in nobody's prefix.
