@@ -90,7 +90,7 @@ bench: $(STAMP) ## Benchmarks of the file path against fio
 bench-s3: $(STAMP) ## Benchmarks of the S3 path against plain NIXL, on a local S3 server
 	@$(BIN)/python -m benchmarks.s3 $(ARGS)
 
-bench-serving: $(STAMP) ## Serving by ways of keeping KV, vLLM's own included, at a GPU's pace (ARGS="--workload documents cold --rounds 3", --model)
+bench-serving: $(STAMP) ## The race of ways of keeping KV, vLLM's own included, at a GPU's pace (ARGS="restart --sides prefix memory+slab --rounds 1")
 	@$(BIN)/python -m benchmarks.serving $(ARGS)
 
 gpu-kit: ## What a CUDA machine without a registry lacks, vLLM included, into build/gpu-kit (ARGS="--no-vllm")

@@ -22,7 +22,8 @@ from typing import Any
 from benchmarks.serving import drive
 from benchmarks.serving.model import VOCABULARY, Shape, write_config
 from benchmarks.serving.report import figures
-from benchmarks.serving.turns import Plan, job_of
+from benchmarks.serving.rows import Plan
+from benchmarks.serving.turns import options_of, storage_of
 from benchmarks.serving.workloads import Spec
 
 BLOCK_TOKENS = 16
@@ -33,8 +34,8 @@ LLAMA_8B = {"layers": 32, "heads": 32, "kv_heads": 8, "hidden": 4096, "wide": 14
 LLAMA_SMALL = {"layers": 2, "heads": 2, "kv_heads": 1, "hidden": 256, "wide": 512, "vocab_size": VOCABULARY}
 PLAYED = "NIXL_OFFLOAD_PLAYED" in os.environ
 """Host memory plays the device: models are small."""
-DOCUMENTS = Spec(kind="documents", sessions=6, turns=2, tokens=8192, answer_tokens=32)
-DOCUMENTS_SMALL = Spec(kind="documents", sessions=2, turns=2, tokens=320, answer_tokens=4)
+DOCUMENTS = Spec(6, 2, 50, document_tokens=16384, answer_tokens=32, think_s=0.0)
+DOCUMENTS_SMALL = Spec(2, 2, 50, document_tokens=640, answer_tokens=4, think_s=0.0)
 
 
 def rung_options(**own: Any) -> dict[str, Any]:
@@ -62,18 +63,18 @@ def main() -> None:
         print(json.dumps({"words": "CUDA graphs need a card", "skipped": True}), flush=True)
         return
     sizes, spec = (LLAMA_SMALL, DOCUMENTS_SMALL) if PLAYED else (LLAMA_8B, DOCUMENTS)
-    plan = Plan(
-        spec,
-        shape=Shape(sizes["layers"], sizes["kv_heads"], 128, "random weights"),
-        model="to be written",
-        batched_tokens=8192 if not PLAYED else 1024,
-    )
+    shape = Shape(sizes["layers"], sizes["kv_heads"], 128)
+    plan = Plan(spec, gpu_share=0.5, memory=0.8, shape=shape, batched_tokens=8192 if not PLAYED else 1024)
     if not PLAYED:
-        plan = replace(plan, memory_share=MEMORY_BYTES / plan.working_set_bytes)
-    with job_of(plan, chosen.side, 0, chosen.dir) as (job, scratch, environment):
+        plan = replace(plan, memory=MEMORY_BYTES / plan.room().gpu)
+    with (
+        storage_of(chosen.side, chosen.dir) as storage,
+        options_of(plan, chosen.side, storage) as (options, scratch, environment),
+    ):
         caches = {name: os.environ[name] for name in ("VLLM_CACHE_ROOT", "PYTHONPATH") if name in os.environ}
         os.environ.update({**environment, **caches, "VLLM_LOGGING_LEVEL": "INFO"})
-        options = {**job["options"], **rung_options(block_size=BLOCK_TOKENS)}
+        options.update(rung_options(block_size=BLOCK_TOKENS))
+        del options["plugin"]
         options["model"] = str(write_config(scratch / "model", head_dim=128, **sizes))
         if chosen.graphs:
             options["enforce_eager"] = False
@@ -85,30 +86,26 @@ def main() -> None:
         import vllm.v1.engine.async_llm  # noqa: F401 - what can be done before our turn comes
 
         sys.stdin.readline()
-        found = asyncio.run(race({**job, "options": options}))
+        found = asyncio.run(race(spec, options))
     print(json.dumps(found), flush=True)
     os._exit(0)
 
 
-async def race(job: dict[str, Any]) -> dict[str, Any]:
+async def race(spec: Spec, options: dict[str, Any]) -> dict[str, Any]:
     """Run the workload twice; return figures of both, and a sentence."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     begun_s = time.monotonic()
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**job["options"]))
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
     start_s = time.monotonic() - begun_s
     await drive.warm_up(engine)
-    runs = []
-    for seed, at_a_time in enumerate((1, BUSY)):
-        workload = {**job["workload"], "seed": seed}
-        runs.append(await drive.measure(engine, {**job, "workload": workload, "at_a_time": at_a_time}))
-    alone, busy = runs
+    alone, busy = [await drive.measure(engine, replace(spec, seed=n), n) for n in (1, BUSY)]
     cold_s = statistics.median(record.ttft_s for record in alone.records if not record.repeated_tokens)
     found, under_load = figures(alone), figures(busy)
     short = f"TTFT {1e3 * cold_s:.0f}, again {found['later p50']:.0f} ms"
     words = (
-        f"{short}, {found['hits %']:.0f} % hits, {found['loaded GB']:.1f} GB loaded; between tokens "
+        f"{short}, {found['hits %']:.0f} % hits; between tokens "
         f"{found['ITL p50']:.1f} ms, under load p50 {under_load['ITL p50']:.1f}, p99 {under_load['ITL p99']:.0f} ms; "
         f"started in {start_s:.0f} s"
     )

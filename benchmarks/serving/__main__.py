@@ -1,5 +1,5 @@
-"""Serving: real vLLM engines, one for each way of keeping KV, in turns, with a model that only takes time, at a GPU's
-pace without a GPU, or with a real one. ``python -m benchmarks.serving``; ``make bench-serving ARGS=...``.
+"""The race: real vLLM engines, one for each way of keeping KV, in turns, with a model that only takes time, at a GPU's
+pace without a GPU. ``python -m benchmarks.serving ROW...``; ``make bench-serving ARGS=...``.
 """
 
 from __future__ import annotations
@@ -11,79 +11,54 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks import tables
-from benchmarks.serving import report, sides, workloads
-from benchmarks.serving.model import SHAPES, shape_of
-from benchmarks.serving.report import Run, figures
-from benchmarks.serving.turns import Plan, measure
-from benchmarks.serving.workloads import Spec
+from benchmarks.serving import report, sides
+from benchmarks.serving.report import Run
+from benchmarks.serving.rows import ROWS
+from benchmarks.serving.turns import measure
 from examples.demo import terminal
-
-
-def parse() -> argparse.Namespace:
-    """Return the options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.serving",
-        description=__doc__,
-        epilog="sides: " + "; ".join(f"{name} ({note})" for name, note in sides.NOTES.items()),
-    )
-    add = parser.add_argument
-    add("--workload", nargs="+", choices=workloads.KINDS, default=["sessions"], help="one or more (sessions)")
-    add("--sides", nargs="+", choices=sides.NOTES, default=sides.DEFAULT, help=f"({' '.join(sides.DEFAULT)})")
-    add("--rounds", type=int, default=2, help="how often each side runs (2)")
-    add("--sessions", type=int, default=Spec.sessions, help="sessions, documents or system prompts (6)")
-    add("--turns", type=int, default=Spec.turns, help="requests of each (3)")
-    add("--tokens", type=int, default=Spec.tokens, help="new tokens of each request (1000); see workloads.py")
-    add("--answer-tokens", type=int, default=Spec.answer_tokens, help="tokens of an answer (100)")
-    add("--seed", type=int, default=0, help="of prompts (0)")
-    add("--at-a-time", type=int, default=4, help="requests under way (4)")
-    add("--shape", choices=SHAPES, default="8b", help="the KV of what model (8b)")
-    add("--model", default="", help="a real model's directory or name, instead of a shape and a pace")
-    add("--gpu-share", type=float, default=0.5, help="of the working set, what the GPU's cache holds (0.5)")
-    add("--memory-gb", type=float, help="host memory in GB (0.4 of the working set)")
-    add("--dir", type=Path, help="where files of KV lie (TMPDIR)")
-    add("--json", type=Path, help="write everything that was measured to this file")
-    return parser.parse_args()
-
-
-def plan_of(kind: str, chosen: argparse.Namespace) -> Plan:
-    """Return what is measured of a workload."""
-    plan = Plan(
-        workload=Spec(kind, chosen.sessions, chosen.turns, chosen.tokens, chosen.answer_tokens, chosen.seed),
-        shape=shape_of(chosen.model) if chosen.model else SHAPES[chosen.shape],
-        model=chosen.model,
-        at_a_time=chosen.at_a_time,
-        gpu_share=chosen.gpu_share,
-    )
-    if chosen.memory_gb is None:
-        return plan
-    return replace(plan, memory_share=chosen.memory_gb * 1e9 / plan.working_set_bytes)
+from examples.demo.engine import EngineError
 
 
 def main() -> int:
-    """Measure, and print a table for each workload. Returns 1 when a side failed."""
-    chosen = parse()
-    progress = terminal.start()
-    machine = tables.machine()
-    results: list[tuple[Plan, list[Run]]] = []
-    try:
-        for plan in (plan_of(kind, chosen) for kind in chosen.workload):
-            runs: list[Run] = []
-            results.append((plan, runs))
-            for run in measure(plan, chosen.sides, chosen.rounds, chosen.dir, progress):
+    """Measure, and print a table for each row. Returns 1 when a side failed."""
+    notes = "; ".join(f"{name} ({note})" for name, note in sides.NOTES.items())
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__, epilog=f"sides: {notes}")
+    add = parser.add_argument
+    add("rows", nargs="+", choices=ROWS, help="of rows.py")
+    add("--sides", nargs="+", choices=sides.NOTES, help="(the row's)")
+    add("--rounds", type=int, default=5, help="how often each side runs, each time with another seed (5)")
+    add("--seed", type=int, default=0, help="the first (0)")
+    add("--sessions", type=int, help="(the row's)")
+    add("--copies", type=float, default=50.0, help="GB/s of copies by the clock; 0: real copies (50)")
+    add("--dir", type=Path, help="where files of KV lie (TMPDIR)")
+    add("--json", type=Path, help="append each run to this file, for benchmarks.serving.report")
+    chosen = parser.parse_args()
+    progress, machine, failed = terminal.start(), tables.machine(), set[tuple[str, str]]()
+    for row in chosen.rows:
+        plan, runs = ROWS[row], list[Run]()
+        contestants = chosen.sides or plan.sides
+        for number in range(chosen.rounds):
+            spec = replace(plan.workload, seed=chosen.seed + number, sessions=chosen.sessions or plan.workload.sessions)
+            at = number % len(contestants)
+            for side in (*contestants[at:], *contestants[:at]):
+                if (row, side) in failed:
+                    continue
+                try:
+                    run = replace(measure(replace(plan, workload=spec), side, chosen.copies, chosen.dir), row=row)
+                except EngineError as error:
+                    failed.add((row, side))
+                    progress(f"{row}, seed {spec.seed}, {side}: FAILED, left out from here on: {error}")
+                    continue
                 runs.append(run)
-                found = figures(run)
-                progress(
-                    f"round {run.round + 1} of {chosen.rounds}, {run.side}: TTFT {found['TTFT mean ms']:.0f} ms, "
-                    f"inter-token {found['ITL p50']:.1f} ms, {found['hits %']:.0f} % hits, load {run.load_before:.1f}"
-                )
-    finally:  # what there is, when it is interrupted
-        for plan, runs in results:
-            print(*plan.about(), f"\n{report.table(runs)}\n", sep="\n")
-        print(machine, report.LEGEND, sep="\n")
-        if chosen.json is not None:
-            whole = [{"plan": asdict(plan), "runs": [asdict(run) for run in runs]} for plan, runs in results]
-            chosen.json.write_text(json.dumps({"machine": machine, "workloads": whole}))
-    return int(any(len(runs) < chosen.rounds * len(chosen.sides) for _, runs in results))
+                found = ", ".join(f"{name} {value:,.1f}" for name, value in report.figures(run).items())
+                progress(f"{row}, seed {spec.seed}, {side}: {found}, load {run.load_before:.1f}")
+                if chosen.json is not None:
+                    line = {"machine": machine, "copies": chosen.copies, "plan": asdict(plan), "run": asdict(run)}
+                    with chosen.json.open("a") as file:
+                        file.write(json.dumps(line) + "\n")
+        print(row, report.table(runs), "", sep="\n")
+    print(machine, report.LEGEND, sep="\n")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The model that only takes time: its shapes, its pace, and the files that make vLLM load it.
 
-Threading: plain functions. No torch and no vLLM here: ``sleeping`` has the class.
+Threading: plain functions. No torch and no vLLM here: ``played`` has the class.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ VOCABULARY = 1024
 BLOCK_TOKENS = 32
 """The smallest that the CPU backend takes; on GPUs it is 16."""
 ARCHITECTURE = "SleepingForCausalLM"
+RATE = "NIXL_OFFLOAD_SERVING_BYTES_PER_S"
+"""The environment variable with the rate of copies by the clock; empty: copies are made."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,6 @@ class Shape:
     layers: int
     heads: int
     head_size: int
-    note: str
 
     @property
     def token_bytes(self) -> int:
@@ -32,22 +33,8 @@ class Shape:
         return 2 * 2 * self.layers * self.heads * self.head_size
 
 
-SHAPES = {
-    "8b": Shape(32, 8, 128, "an 8B model, whole"),
-    "70b-tp8": Shape(80, 1, 128, "one of 8 shards of a 70B model"),
-    # The CPU backend does not cache prefixes of MLA, so its 576 values a token lie as 9 heads of 32 keys and values.
-    "mla": Shape(61, 9, 32, "DeepSeek-V3's latent, 576 values a layer, in pages of the same size"),
-}
-
-
-def shape_of(model: str) -> Shape:
-    """Return the shape of a real model, by its directory or name, on one rank. OSError: there is no such model."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Shape(config.num_hidden_layers, heads, size, model)
+WHOLE = Shape(32, 8, 128)
+"""An 8B model's."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +42,7 @@ class Pace:
     """How long a step takes: ``step_s``, and ``token_s`` for each token in it, of prompts and answers alike."""
 
     step_s: float = 0.010
-    token_s: float = 0.0001
+    token_s: float = 0.00005
 
 
 def write_config(

@@ -1,127 +1,124 @@
-"""vLLM's own offloading specs, also where their platform check would refuse them. Imported in the engine's process.
+"""vLLM's own offloading, also where its platform check would refuse it. Imported in the engine's process.
 
-Managers, policies, tiers and host memory are vLLM's. Only the copies, which vLLM gives to CUDA's copy engine, are made
-by a thread where there is no CUDA. It lets go of the interpreter while it copies. There are no checksums.
+All of it is vLLM's. Only where there is no CUDA, its streams, events and batched copies are ``played``.
 
-Threading: vLLM's thread submits and asks; one copying thread per worker, ended by ``shutdown``.
+Threading: as vLLM's; the played stream of ``with`` is the calling thread's own.
 """
 
 from __future__ import annotations
 
 import ctypes
-import queue
-import threading
-import time
-from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import numpy as np
-from vllm.v1.kv_offload.base import (
-    BlockIDsLoadStoreSpec,
-    CanonicalKVCaches,
-    GPULoadStoreSpec,
-    LoadStoreSpec,
-    OffloadingWorker,
-    TransferResult,
-)
-from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import simple_cpu_offload_connector
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker
+from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+from vllm.v1.simple_kv_offload import copy_backend, cuda_mem_ops, worker
+
+from benchmarks.serving.played import Copy, CopyEngine
+
+HAS_CUDA = torch.cuda.is_available()
+SimpleCPUOffloadConnector = simple_cpu_offload_connector.SimpleCPUOffloadConnector
 
 
 class PlayedCPUOffloadingSpec(CPUOffloadingSpec):
-    """vLLM's memory, in the file that it takes on CUDA; copies by ``CopyingWorker`` where there is no CUDA device."""
+    """vLLM's memory, in the file that it takes on CUDA."""
+
+    def _uses_shared_region(self) -> bool:
+        return True
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        if kv_caches.tensors[0].tensor.is_cuda:
-            return super().get_worker(kv_caches)
-        if self._worker is None:
-            region = SharedOffloadRegion(
-                engine_id=self.config.engine_id,
-                num_chunks=self.num_chunks,
-                rank=0 if self.replicated_layout else self.config.parallel.rank,
-                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
-                cpu_page_size=self.cpu_page_size_per_worker,
-            )
-            self._worker = CopyingWorker(kv_caches, self.blocks_per_chunk, region)  # type: ignore[assignment]
-        return self._worker
+        if not HAS_CUDA and not self._worker:
+            near = [replace(item, tensor=item.tensor.as_subclass(_Near)) for item in kv_caches.tensors]
+            self._worker = made = self.create_worker(replace(kv_caches, tensors=near))
+            for handler in (made._store_handler, made._load_handler, made._expedited_load_handler):
+                for tensors in (handler.src_tensors, handler.dst_tensors):
+                    tensors[:] = [tensor.as_subclass(torch.Tensor) for tensor in tensors]
+        return self._worker or super().get_worker(kv_caches)
 
 
 class PlayedTieringOffloadingSpec(PlayedCPUOffloadingSpec, TieringOffloadingSpec):
     """vLLM's memory with tiers behind it."""
 
 
-class CopyingWorker(OffloadingWorker):
-    """Copies pages between the KV cache and vLLM's region, job after job, on a thread."""
+class _Near(torch.Tensor):
+    """Passes for device memory."""
 
-    def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, region: SharedOffloadRegion) -> None:
-        self._refs = kv_caches.group_data_refs
-        self._blocks_per_chunk = blocks_per_chunk
-        self._region = region
-        self._device = [item.tensor for item in kv_caches.tensors]
-        self._pages = [item.page_size_bytes for item in kv_caches.tensors]
-        self._host = [region.create_next_worker_view(page * blocks_per_chunk) for page in self._pages]
-        self._jobs: queue.SimpleQueue[tuple[int, np.ndarray, Future[None]] | None] = queue.SimpleQueue()
-        self._under_way: dict[int, Future[None]] = {}
-        self._finished: queue.SimpleQueue[TransferResult] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="played-copies", daemon=True)
-        self._thread.start()
+    is_cuda = True  # type: ignore[assignment]
 
-    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        assert isinstance(dst_spec, BlockIDsLoadStoreSpec)
-        return self._submit(job_id, src_spec, dst_spec.block_ids, is_store=True)
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        assert isinstance(src_spec, BlockIDsLoadStoreSpec)
-        return self._submit(job_id, dst_spec, src_spec.block_ids, is_store=False)
+class _Stream:
+    """A CUDA stream of copies; it is over when its last copy is."""
 
-    def get_finished(self) -> list[TransferResult]:
-        results = []
-        while not self._finished.empty():
-            results.append(self._finished.get())
-            del self._under_way[results[-1].job_id]
-        return results
+    all: ClassVar[list[_Stream]] = []
+    current: ClassVar[_Stream]
 
-    def wait(self, job_ids: set[int]) -> None:
-        for job_id in job_ids:
-            if (copied := self._under_way.get(job_id)) is not None:
-                copied.result()
+    def __init__(self, **_: Any) -> None:
+        self.copy = Copy(0)
+        self.cuda_stream = len(self.all)
+        self.all.append(self)
 
-    def shutdown(self) -> None:
-        self._jobs.put(None)
-        self._thread.join()
-        self._host.clear()
-        self._region.cleanup()
+    priority_range = staticmethod(lambda: (0, 0))
 
-    def _submit(self, job_id: int, blocks: GPULoadStoreSpec, chunk_ids: np.ndarray, *, is_store: bool) -> bool:
-        """Plan the copies, rows of (to, from, bytes), and leave them to the thread."""
-        plan, first_block, first_chunk, per_chunk = [], 0, 0, self._blocks_per_chunk
-        for refs, count, at in zip(self._refs, blocks.group_sizes, blocks.block_indices, strict=True):
-            if not count:
-                continue
-            skipped = at % per_chunk
-            chunks = chunk_ids[first_chunk : first_chunk - (-(count + skipped) // per_chunk)].astype(np.int64)
-            ids = blocks.block_ids[first_block : first_block + count].astype(np.int64)
-            within = np.tile(np.arange(per_chunk), len(chunks))[skipped : skipped + count]
-            rows = np.repeat(chunks, per_chunk)[skipped : skipped + count]
-            for ref in refs:
-                device, host = self._device[ref.tensor_idx], self._host[ref.tensor_idx]
-                near = device.data_ptr() + ids * device.stride(0) * device.element_size()
-                far = host.data_ptr() + rows * host.stride(0) + within * self._pages[ref.tensor_idx]
-                to, source = (far, near) if is_store else (near, far)
-                plan.append(np.stack([to, source, np.full(count, ref.page_size_bytes)], axis=1))
-            first_block += count
-            first_chunk += len(chunks)
-        copied: Future[None] = Future()
-        self._under_way[job_id] = copied
-        self._jobs.put((job_id, np.concatenate(plan) if plan else np.empty((0, 3), np.int64), copied))
-        return True
+    def wait_stream(self, _: Any) -> None: ...
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job_id, plan, copied = job
-            begin = time.perf_counter()
-            for to, source, size_bytes in plan.tolist():
-                ctypes.memmove(to, source, size_bytes)
-            copied.set_result(None)
-            took_s = time.perf_counter() - begin
-            self._finished.put(TransferResult(job_id, True, int(plan[:, 2].sum()), took_s))
+    wait_event = wait_stream
+
+    def __enter__(self) -> None:
+        _Stream.current = self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class _Event:
+    """A CUDA event: the last copy of a stream."""
+
+    def __init__(self, **_: Any) -> None: ...
+
+    def record(self, stream: _Stream) -> None:
+        self.copy = stream.copy
+        self.query, self.synchronize = self.copy.query, self.copy.synchronize
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 1e3 * (end.copy.end_s - end.copy.begin_s)
+
+
+class _With:
+    """A module or an object with some of its attributes replaced."""
+
+    def __init__(self, whole: Any, **own: Any) -> None:
+        self._whole = whole
+        self.__dict__.update(own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+
+def _swap_blocks(src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor, *, is_src_access_order_any: bool) -> None:
+    plan = torch.stack([dst, src, sizes], dim=1).numpy()
+    _Stream.current.copy = _ENGINES[is_src_access_order_any].start(plan)
+
+
+def _batch_memcpy(dst: int, src: int, sizes: int, count: int, attributes: int, *rest: Any) -> int:
+    plan = np.array([(ctypes.c_int64 * count).from_address(column) for column in (dst, src, sizes)]).T
+    is_load = ctypes.c_uint.from_address(attributes).value == cuda_mem_ops.CU_MEMCPY_SRC_ACCESS_ORDER_ANY
+    _Stream.all[rest[-1]].copy = _ENGINES[is_load].start(plan)
+    return 0
+
+
+if not HAS_CUDA:
+    _ENGINES = CopyEngine(), CopyEngine()
+    _MODEL = _Stream()
+    cuda = _With(torch.cuda, Stream=_Stream, current_stream=lambda: _MODEL)
+    for module in (gpu_worker, worker, copy_backend):
+        module.torch = _With(torch, Event=_Event, cuda=cuda)  # type: ignore[attr-defined]
+    gpu_worker.current_platform = _With(  # type: ignore[assignment]
+        gpu_worker.current_platform, Stream=_Stream, current_stream=lambda: None, stream=lambda stream: stream
+    )
+    gpu_worker.ops = _With(gpu_worker.ops, swap_blocks_batch=_swap_blocks)  # type: ignore[assignment]
+    cuda_mem_ops._batch_memcpy = (_batch_memcpy, 1)

@@ -106,6 +106,8 @@ class Engine:
 
     answer_tokens = 16
     """Length of answers, unless a call says otherwise."""
+    module = "examples.demo.engine_process"
+    """What runs in the engine's process."""
 
     def __init__(
         self,
@@ -266,9 +268,9 @@ class Engine:
         self.close()
 
     def _spawn(self, log_file: BinaryIO, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Start ``engine_process`` as the leader of a process group of its own, its stderr in ``log_file``."""
+        """Start ``module`` as the leader of a process group of its own, its stderr in ``log_file``."""
         return subprocess.Popen(
-            [sys.executable, "-m", "examples.demo.engine_process"],
+            [sys.executable, "-m", self.module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log_file,

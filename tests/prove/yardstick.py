@@ -24,7 +24,6 @@ from typing import Any, Final
 from benchmarks.serving.sides import Room, engine_options
 from benchmarks.serving.turns import remove_shared_memory
 from examples.demo.engine import Answer, Engine, EngineError
-from examples.s3_server import REGION
 from tests.prove.cells import Cell, Outcome
 from tests.prove.happenings import (
     DAMAGES,
@@ -157,21 +156,12 @@ def _ours(name: str, directory: Path, server: RcloneServer, endpoint: str) -> Si
 def _vllms(name: str, directory: Path, server: RcloneServer, endpoint: str) -> Side:
     region = f"yardstick-{secrets.token_hex(6)}"
     room = Room(gpu=0, memory=MEMORY_CHUNKS * CHUNK_BYTES, storage=0)
-    transfer = engine_options("vllm-fs", room, directory, None, region)["kv_transfer_config"]
+    kind = f"vllm-{name.removeprefix('vLLM ')}-256"
+    transfer = engine_options(kind, room, directory, server.tier(endpoint=endpoint), region)["kv_transfer_config"]
     environment: Mapping[str, str] = {}
     if name == "vLLM obj":
         directory = server.directory / "vllm"
         environment = {**server.environment, "NIXL_TELEMETRY_ENABLE": "y"}  # without it vLLM dies of NIXL 1.5's
-        store = {
-            "bucket": server.bucket,
-            "endpoint_override": endpoint,
-            "scheme": "http",
-            "region": REGION,
-            "access_key": server.access_key_id,
-            "secret_key": server.secret_access_key,
-        }
-        tier = {"type": "obj", "prefix": "vllm", "store_config": store}
-        transfer["kv_connector_extra_config"]["secondary_tiers"] = [tier]
     return Side(name, transfer, partial(_files, directory), environment, clean=partial(remove_shared_memory, region))
 
 
