@@ -174,16 +174,12 @@ def replace_file(filesystem: Filesystem, path: Path, content: bytes) -> None:
         filesystem.close(directory)
 
 
-def is_directory(path: Path) -> bool:
-    """Return whether ``path`` is a directory and no link to one."""
-    return path.is_dir() and not path.is_symlink()
-
-
-def children(directory: Path) -> list[Path]:
-    """Return what a directory holds, in any order; empty if it is missing. Raises OSError."""
+def children(directory: Path) -> list[tuple[Path, bool]]:
+    """Return what a directory holds, in any order, and whether each is a directory and no link; empty if it is missing.
+    Raises OSError.
+    """
     try:
-        with os.scandir(directory) as entries:
-            return [Path(entry.path) for entry in entries]
+        return [(directory / name, is_directory) for name, is_directory in REAL.list(str(directory))]
     except FileNotFoundError:
         return []
 
@@ -198,7 +194,7 @@ def walk(path: Path) -> Iterator[os.stat_result]:
         return
     yield status
     if stat.S_ISDIR(status.st_mode):
-        for child in children(path):
+        for child, _ in children(path):
             yield from walk(child)
 
 

@@ -30,16 +30,7 @@ from typing import Any, Final
 from nixl_offload.config import SlabConfig
 from nixl_offload.errors import ConfigError, TierError
 from nixl_offload.index.durable import max_bytes
-from nixl_offload.stores.filesystem import (
-    REAL,
-    Filesystem,
-    children,
-    is_directory,
-    replace_file,
-    spare_bytes,
-    tier_error,
-    tree_bytes,
-)
+from nixl_offload.stores.filesystem import REAL, Filesystem, children, replace_file, spare_bytes, tier_error, tree_bytes
 from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.ownership import DirectoryLock, holder_of, kept_free, make_private_directory
 from nixl_offload.tiers.slots import SLOTS_PER_EXTENT_MIN, choose_extent_bytes
@@ -292,11 +283,11 @@ def _others(directory: Path, skip: Collection[Path]) -> Iterator[tuple[Path, int
     """Yield each child of ``directory`` and its ``dp-N`` parts, except ``skip``: path, real bytes, and when an engine
     last opened it (seconds since the epoch; None if it is not a namespace). Raises OSError.
     """
-    for path in children(directory):
+    for path, is_directory in children(directory):
         if path in skip:
             continue
         used_s = last_use_s(path)
-        if used_s is None and DP_NAME.fullmatch(path.name) and is_directory(path):
+        if used_s is None and is_directory and DP_NAME.fullmatch(path.name):
             yield from _others(path, skip)
         else:
             yield path, tree_bytes(path), used_s
@@ -318,7 +309,7 @@ def read_manifest(namespace_path: Path) -> dict[str, Any] | None:
 def last_use_s(path: Path) -> float | None:
     """Return when the namespace in ``path`` was last opened; None if it is not a slab's namespace or is unreadable."""
     try:
-        if not NAMESPACE_NAME.fullmatch(path.name) or not is_directory(path):
+        if not NAMESPACE_NAME.fullmatch(path.name) or path.is_symlink():
             return None
         manifest = read_manifest(path)
         if manifest is None or not str(manifest.get("namespace", "")).startswith(path.name):
@@ -335,10 +326,10 @@ def remove_namespace(namespace_path: Path) -> None:
     remove it at the same time. Raises OSError.
     """
     manifest = namespace_path / MANIFEST_NAME
-    for path in children(namespace_path):
+    for path, is_directory in children(namespace_path):
         if path == manifest:
             continue
-        if is_directory(path):
+        if is_directory:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ from nixl_offload.errors import FormatError, StoreError, TierError
 from nixl_offload.identity.namespace import manifest_fits
 from nixl_offload.index.durable import IndexReader, Row
 from nixl_offload.stores.directory import TreeFiles
-from nixl_offload.stores.filesystem import children, is_directory, tier_error, tree_bytes
+from nixl_offload.stores.filesystem import children, tier_error, tree_bytes
 from nixl_offload.tiers.inspect import ChunkInfo, Inspector, NamespaceInfo, ShardInfo, printable
 from nixl_offload.tiers.ownership import holder_of, require_directory
 from nixl_offload.tiers.slab.directory import DP_NAME, INDEX_NAME, NAMESPACE_NAME, last_use_s, read_manifest
@@ -44,11 +44,13 @@ class SlabInspector(Inspector):
     def namespaces(self) -> Iterator[NamespaceInfo]:
         """Yield the namespaces. Raises TierError if the directory cannot be read."""
         self.other_objects = 0
-        parts = [path.name for path in _sorted(self.base) if DP_NAME.fullmatch(path.name) and is_directory(path)]
+        parts = [
+            path.name for path, is_directory in _sorted(self.base) if is_directory and DP_NAME.fullmatch(path.name)
+        ]
         for part in ["", *parts]:
             holder = self._holder(part)
-            for path in _sorted(self.base / part):
-                if not NAMESPACE_NAME.fullmatch(path.name) or not is_directory(path):
+            for path, is_directory in _sorted(self.base / part):
+                if not is_directory or not NAMESPACE_NAME.fullmatch(path.name):
                     self.other_objects += path.name != "lock" and (bool(part) or path.name not in parts)
                     continue
                 manifest = read_manifest(path)
@@ -184,7 +186,7 @@ def _places(slab: dict[str, Any]) -> SlotPlaces | None:
     return SlotPlaces(extent_bytes, extent_bytes, replicas) if positive and replicas else None
 
 
-def _sorted(directory: Path) -> list[Path]:
+def _sorted(directory: Path) -> list[tuple[Path, bool]]:
     try:
         return sorted(children(directory))
     except OSError as error:
