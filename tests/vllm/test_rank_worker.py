@@ -387,7 +387,7 @@ def test_storage_that_hangs_delays_no_other_tier_of_the_rank(
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
         farther = {"kind": "s3", "bucket": "bucket", "endpoint": "http://127.0.0.1:1", "region": "us-east-1"}
         farther |= {"ttl": "7d", "capacity": "1GiB", "request_timeout": "1s"}
-        monkeypatch.setattr(select, "_trouble", hanging(select._trouble, lambda _: True))
+        monkeypatch.setattr(select, "make_object_mover", hanging(select.make_object_mover, lambda *_: True))
     rig = Rig(tmp_path / "slab", farther, is_open=False)
     rig.worker.open({1: Place(b"r" * 32)})
     assert hung.wait(DEADLINE_S)
