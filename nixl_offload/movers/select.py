@@ -13,7 +13,7 @@ import mmap
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Final, Literal, NamedTuple
 
@@ -28,7 +28,6 @@ from nixl_offload.movers.kvikio import KvikioMover
 from nixl_offload.movers.nixl import PLUGINS, NixlMover, PairedMover, object_plugin
 from nixl_offload.movers.nixl_objects import NixlObjectMover
 from nixl_offload.movers.threaded import CopyMover, StoreMover
-from nixl_offload.stores.base import Store
 from nixl_offload.stores.s3 import S3Address, open_store
 from nixl_offload.types import PAGE_BYTES
 
@@ -213,24 +212,22 @@ def _probe_object(mover: NixlObjectMover, kind: MemoryKind, timeout_s: float) ->
     """
     names, (region, memory) = [f"probe-{secrets.token_hex(8)}" for _ in range(2)], _scratch_memory(kind)
     pattern, arrived = secrets.token_bytes(PAGE_BYTES), bytearray(PAGE_BYTES)
-    with _kept_on_error(memory), contextlib.ExitStack() as undo:
-        undo.callback(_delete, mover.store, names)
-        mover.store.write(names[0], memoryview(pattern))  # if the server refuses, it says why; NIXL would not
-        registered = mover.register_memory(region)
-        source, target = (mover.open_object(name, PAGE_BYTES) for name in names)
-        move(mover, lambda: mover.submit(Op.READ, registered, _page(0), source, _page(0)), timeout_s)
-        move(mover, lambda: mover.submit(Op.WRITE, registered, _page(0), target, _page(0)), timeout_s)
-        mover.close_file(source)
-        mover.close_file(target)
-        mover.unregister_memory(registered)
-        mover.store.read_into(names[1], 0, memoryview(arrived))
+    try:
+        with _kept_on_error(memory):
+            mover.store.write(names[0], memoryview(pattern))  # if the server refuses, it says why; NIXL would not
+            registered = mover.register_memory(region)
+            source, target = (mover.open_object(name, PAGE_BYTES) for name in names)
+            move(mover, lambda: mover.submit(Op.READ, registered, _page(0), source, _page(0)), timeout_s)
+            move(mover, lambda: mover.submit(Op.WRITE, registered, _page(0), target, _page(0)), timeout_s)
+            mover.close_file(source)
+            mover.close_file(target)
+            mover.unregister_memory(registered)
+            mover.store.read_into(names[1], 0, memoryview(arrived))
+    finally:
+        with contextlib.suppress(StoreError):
+            mover.store.delete(names)
     if arrived != pattern:
         raise MoverError(_OTHER_BYTES)
-
-
-def _delete(store: Store, names: Sequence[str]) -> None:
-    with contextlib.suppress(StoreError):
-        store.delete(names)
 
 
 # Both

@@ -97,13 +97,6 @@ class _Bucket:
             raise self._unknown(doing)  # rclone answers with a listing; its PUT would make a bucket
         return dict(answer or {"Rules": []})
 
-    def create(self) -> None:
-        """Make the bucket, unless we own it already."""
-        region, where = self.client.meta.region_name, {}
-        if region not in (None, "us-east-1", "aws-global"):
-            where["CreateBucketConfiguration"] = {"LocationConstraint": region}
-        self.ask("make the bucket", "create_bucket", absent="BucketAlreadyOwnedByYou", **where)
-
     def _unknown(self, doing: str) -> NotSupportedError:
         text = "the server knows nothing of it; nixl-offload gc removes old objects"
         return NotSupportedError(f"{self.address.where}: cannot {doing}: {text}")
@@ -156,7 +149,10 @@ def apply_lifecycle(plan: LifecyclePlan) -> None:
     """
     with closing(_Bucket(plan.tier)) as bucket:
         if plan.create_bucket:
-            bucket.create()
+            region = bucket.client.meta.region_name
+            is_default = region in (None, "us-east-1", "aws-global")
+            where = {} if is_default else {"CreateBucketConfiguration": {"LocationConstraint": region}}
+            bucket.ask("make the bucket", "create_bucket", absent="BucketAlreadyOwnedByYou", **where)
         if plan.after == plan.before:
             return
         now = bucket.rules()

@@ -80,7 +80,6 @@ class BucketStore(Store):
         """Whether the server takes unsigned payloads. None: not tried yet."""
         self._ask_chain_at_s = 0.0
         self._closed = False
-        self._ignores_ranges = False
         self._direct = DirectGets(timeout_s=tier.request_timeout_s, tls=self._address.tls_context)
 
     def __repr__(self) -> str:
@@ -173,14 +172,12 @@ class BucketStore(Store):
         obstore itself resumes a body by a range, which not every server supports.
         """
         key, end, result = self._address.key(name), offset + memory.nbytes, None
-        if memory.nbytes and not self._ignores_ranges:
+        if memory.nbytes:
             try:
                 result = obstore.get(store, key, options={"range": (offset, end)})
-            except BaseError as error:
+            except BaseError as error:  # rclone answers a range with status 200, which obstore refuses
                 if "source: NotPartial" not in str(error):
                     raise
-                # rclone answers a range with status 200, which obstore refuses. Read whole objects from now on.
-                self._ignores_ranges = True
         result = result or obstore.get(store, key)
         begin, stop = result.range
         if stop < end:

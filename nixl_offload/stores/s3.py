@@ -12,7 +12,7 @@ import ssl
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
-from urllib.parse import SplitResult, urlsplit, urlunsplit
+from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from pydantic import TypeAdapter
@@ -98,10 +98,7 @@ class S3Address:
     @property
     def virtual_endpoint(self) -> str | None:
         """The endpoint with the bucket as part of the host name; None without an endpoint."""
-        if self.endpoint is None:
-            return None
-        parts = urlsplit(self.endpoint)
-        return urlunsplit(parts._replace(netloc=f"{self.bucket}.{parts.netloc}"))
+        return self.endpoint and self.endpoint.replace("://", f"://{self.bucket}.", 1)
 
     @property
     def plain_http(self) -> bool:

@@ -105,6 +105,8 @@ class Tier:
     """True if only this machine can read the tier."""
     ranks_load: bool = True
     """False while the loads of some rank fail, as the ranks report."""
+    timed_reads: Sequence[tuple[int, float]] = ()
+    """Bytes and seconds of reads that were timed when the tier was opened. The reader empties it."""
 
     @property
     def is_looking(self) -> bool:

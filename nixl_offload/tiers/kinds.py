@@ -61,7 +61,8 @@ def _open_shared_dir(config: SharedDirConfig, context: TierContext) -> SharedTie
 def _open_s3(config: S3Config, context: TierContext) -> SharedTier:
     store = open_store(config)
     name = f"S3 tier {store.where}"
-    return SharedTier(context.position, store, context.namespace, name=name, lookup=config.lookup, ttl_s=config.ttl_s)
+    options: Any = {"name": name, "lookup": config.lookup, "ttl_s": config.ttl_s, "reads_at_once": config.connections}
+    return SharedTier(context.position, store, context.namespace, **options)
 
 
 def _link_shared_dir(config: SharedDirConfig, place: Place, rank: int, mover: Mover) -> TreeLink:

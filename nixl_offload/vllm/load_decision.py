@@ -135,8 +135,8 @@ class _TierSpeed:
         self._queued_bytes = 0
         self._is_on_trial = False
         """Whether the next load to end replaces all that was observed before."""
-        self._learned_s = -math.inf
-        """When a load was last observed, or a trial begun."""
+        self.learned_s = -math.inf
+        """When a load or read was last observed, or a trial begun."""
         self.pause_s = TRIAL_INTERVAL_S
         """How long after that the tier is tried again, if it is judged too slow."""
 
@@ -146,7 +146,7 @@ class _TierSpeed:
         ``on_trial``: the tier was judged too slow, and this load says anew how fast it is.
         """
         if on_trial:
-            self._learned_s, self._is_on_trial = now_s, True
+            self.learned_s, self._is_on_trial = now_s, True
             self.pause_s = min(4 * self.pause_s, TRIAL_LIMIT_S)
         self.open[ticket] = _OpenLoad(size_bytes, self._queued_bytes, now_s if is_slowest else math.inf)
         self._queued_bytes += size_bytes
@@ -165,9 +165,9 @@ class _TierSpeed:
         self._queued_bytes -= load.size_bytes
         work_bytes = load.size_bytes + load.queued_bytes
         if load.seconds > (max(SLOW_FAILURE_S, self.line.at(work_bytes) or 0.0) if load.failed else 0.0):
-            keep = _TIER_KEEP * 0.5 ** (max(0.0, now_s - self._learned_s) / _TIER_HALF_LIFE_S)
+            keep = _TIER_KEEP * 0.5 ** (max(0.0, now_s - self.learned_s) / _TIER_HALF_LIFE_S)
             self.line.add(work_bytes, load.seconds, keep=0.0 if self._is_on_trial else keep)
-            self._learned_s, self._is_on_trial = now_s, False
+            self.learned_s, self._is_on_trial = now_s, False
 
     def oldest_s(self, now_s: float) -> float:
         """Return how long the oldest load has been out, 0 if none is."""
@@ -182,7 +182,7 @@ class _TierSpeed:
 
     def may_try(self, now_s: float) -> bool:
         """Whether it is time to try a tier that is judged too slow."""
-        return not self.open and now_s - self._learned_s >= self.pause_s
+        return not self.open and now_s - self.learned_s >= self.pause_s
 
 
 class PrefillSpeed:
@@ -334,6 +334,13 @@ class LoadDecider:
         limit_s = self.prefill.seconds(tokens, context_tokens)
         oldest_s = 0.0 if tier is None else self._tiers[tier].oldest_s(now_s)
         return (WAIT_S if limit_s is None else limit_s) - max(oldest_s, now_s - notes.waits_since_s)
+
+    def observe_reads(self, tier: int, reads: Iterable[tuple[int, float]], now_s: float) -> None:
+        """Learn from the bytes and seconds of reads that no request waited for, unless loads were before."""
+        speed = self._tiers[tier]
+        for size_bytes, seconds in () if speed.line.is_known else reads:
+            speed.line.add(size_bytes, seconds, keep=_TIER_KEEP)
+            speed.learned_s = now_s
 
     def begin_load(self, ticket: LoadTicket, notes: LoadNotes, now_s: float) -> None:
         """Record that a load goes out."""

@@ -275,6 +275,10 @@ class NixlOffloadManager(OffloadingManager):
         if not self.serving.is_whole:
             self.serving.update()
         self.catalog.on_step(time.monotonic())
+        for position, tier in enumerate(self.catalog.tiers):
+            if tier.timed_reads:
+                self.decider.observe_reads(position, tier.timed_reads, time.monotonic())
+                tier.timed_reads = ()
         if self.catalog.is_chain and not self._reopens and not self.is_paused:
             moves = self.catalog.begin_moves(time.monotonic())
             self.moves += moves

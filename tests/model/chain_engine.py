@@ -120,7 +120,7 @@ class Engine:
     def wait_for_threads(self) -> None:
         """Let the prober finish what it was asked to do, and the slab what it looks at."""
         for shared in self.shared:
-            while shared._prober.is_busy:
+            while shared._prober._asking.pending or shared._prober._tasks.pending:
                 time.sleep(0)
         while self.file is not None and self.file._looks.pending:
             time.sleep(0)

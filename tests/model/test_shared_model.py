@@ -17,7 +17,7 @@ from nixl_offload.errors import StoreError
 from nixl_offload.tiers.shared.tier import RESET_MARGIN_S
 from nixl_offload.types import Key, Lookup, LookupContext, Outcome
 from tests.invariants import check_presence
-from tests.unit.shared_rig import SLOT, MemoryStore, Rig, answer, keys_of, namespace_of
+from tests.unit.shared_rig import SLOT, MemoryStore, Rig, answer, is_at_work, keys_of, namespace_of
 
 KEYS = keys_of(24)
 TIMEOUT_S = 30.0
@@ -134,7 +134,7 @@ class SharedMachine(RuleBasedStateMachine):
     @rule()
     def background_work_is_done(self) -> None:
         deadline_s = time.monotonic() + 20.0
-        while (self.rig.tier._prober.is_busy or self.rig.tier._prober._events) and time.monotonic() < deadline_s:
+        while is_at_work(self.rig.tier._prober) and time.monotonic() < deadline_s:
             self.catalog.on_step(self.rig.now())
 
     # vLLM

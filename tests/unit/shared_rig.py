@@ -17,6 +17,7 @@ from nixl_offload.errors import StoreError
 from nixl_offload.identity.namespace import GroupFields, Namespace, NamespaceFields, make_namespace
 from nixl_offload.stores.base import ObjectInfo, Store
 from nixl_offload.tiers.shared.naming import shard_name
+from nixl_offload.tiers.shared.prober import Prober
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.types import Key, Lookup, LookupContext, key_group
 
@@ -103,6 +104,11 @@ class MemoryStore(Store):
 _zeros = cache(bytes)
 
 
+def is_at_work(prober: Prober) -> bool:
+    """Whether anything is queued or running, or a callback is due."""
+    return bool(prober._asking.pending or prober._tasks.pending or prober._events)
+
+
 def answer(operation: str, name: str) -> None:
     """For ``before``: the server is well."""
 
@@ -182,6 +188,7 @@ class Rig:
         threads: int = 16,
         namespace: Namespace | None = None,
         max_keys: int = 100_000,
+        reads_at_once: int = 0,
         **lookup: object,
     ) -> None:
         self.store = store
@@ -197,6 +204,7 @@ class Rig:
             name="Tier under test",
             threads=threads,
             max_keys=max_keys,
+            reads_at_once=reads_at_once,
             clock=self.now,
             wall=lambda: time.time() + self.ahead_s,
         )
@@ -259,7 +267,7 @@ class Rig:
     def settle(self) -> None:
         """Step until no background work is left."""
         self.flush()
-        self.wait_for(lambda: None if self.tier._prober.is_busy or self.tier._prober._events else 1)
+        self.wait_for(lambda: None if is_at_work(self.tier._prober) else 1)
         self.flush()
 
     def put(

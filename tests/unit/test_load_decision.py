@@ -86,6 +86,17 @@ class Asked(LoadDecider):
 # Tiers
 
 
+@pytest.mark.parametrize(("speed", "taken"), [(10.0, 0), (0.1, 1)])
+def test_reads_timed_at_the_opening_decide_the_first_hit(speed: float, taken: int) -> None:
+    """A verdict by them is tried later like any other. Loads that were before count instead."""
+    asked, known = Asked(None), Asked(0.01)
+    for each in asked, known:
+        reads = [(chunks * CHUNK_TOKENS * TOKEN_BYTES, chunks * speed * CHUNK_S) for chunks in (1, 8, 1)]
+        each.observe_reads(0, reads, 0.0)
+    assert (asked.ask(now_s=1.0), known.ask(now_s=1.0)) == (taken, 1)
+    assert asked.ask(now_s=31.0) == 1
+
+
 def test_latency_and_bandwidth_are_told_apart() -> None:
     asked = Asked(0.01, latency_s=0.050)
     assert asked.estimate() == pytest.approx(0.050 + 0.01 * CHUNK_S)

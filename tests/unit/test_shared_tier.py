@@ -21,6 +21,7 @@ from nixl_offload.tiers.shared.naming import manifest_name, parse_shard_name
 from nixl_offload.tiers.shared.search import WINDOW_KEYS, Search, SearchKind
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
 from tests.invariants import check_presence
+from tests.unit.engine_rig import until
 from tests.unit.shared_rig import SLOT, Gate, MemoryStore, Rig, answer, key_of, keys_of, namespace_of, refuse
 
 MakeRig = Callable[..., Rig]
@@ -48,6 +49,22 @@ def make(store: MemoryStore) -> Iterator[MakeRig]:
         check_presence(rig.tier._presence)
         rig.tier.close()
     assert not rigs or store.closed
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_reads_are_timed_in_the_background(
+    make: MakeRig, store: MemoryStore, caplog: pytest.LogCaptureFixture, is_refused: bool
+) -> None:
+    """One alone and several together, and nothing is left behind. A store that refuses is logged, and used later."""
+    store.before = refuse if is_refused else lambda operation, _: time.sleep(0.02 * (operation == "read"))
+    rig = make(reads_at_once=4)
+    until(lambda: rig.tier.on_step(rig.now()) or rig.tier.timed_reads or caplog.text)
+    timed = dict(rig.tier.timed_reads)
+    assert timed.keys() == (set() if is_refused else {SLOT, 4 * SLOT})
+    assert all(seconds >= 0.02 for seconds in timed.values())
+    assert ("No read could be timed" in caplog.text) == is_refused
+    assert not [name for name in store.objects if name.startswith("probe")]
+    assert store.most_at_once == 1 if is_refused else 4
 
 
 def _store(rig: Rig, *keys: Key) -> None:

@@ -134,11 +134,6 @@ class Prober:
         """Whether an object modified at that time counts as absent. Any thread may ask."""
         return modified_s < self.since_s or (self._ttl_s is not None and self._wall() - modified_s > self._ttl_s)
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether anything is queued or running. Callbacks that are due do not count."""
-        return bool(self._asking.pending or self._tasks.pending)
-
     def take_seconds(self) -> list[float]:
         """Return the durations of questions since the last call; the latest ``MAX_SAMPLES`` at most."""
         seconds, self._seconds = self._seconds, deque(maxlen=MAX_SAMPLES)

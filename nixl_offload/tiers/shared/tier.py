@@ -9,9 +9,12 @@ belong to nobody: any server may delete any of them at any time, at the cost of 
 from __future__ import annotations
 
 import json
+import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -22,12 +25,15 @@ from nixl_offload.index import State
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.base import Place, SharedStatistics, Tier, not_arrived
 from nixl_offload.tiers.breaker import Breaker
+from nixl_offload.tiers.calls import CallThreads
 from nixl_offload.tiers.shared.eviction import Eviction
 from nixl_offload.tiers.shared.naming import manifest_name, witness_shard
 from nixl_offload.tiers.shared.presence import MAX_KEYS, Presence
 from nixl_offload.tiers.shared.prober import KeyProbe, Prober
 from nixl_offload.tiers.shared.search import Lookups, Search, SearchKind
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome, key_group
+
+logger = logging.getLogger(__name__)
 
 EVENTS_PER_STEP = 8192
 """This many callbacks take a few milliseconds of the scheduler's step."""
@@ -39,6 +45,8 @@ LOAD_TRIAL_S: Final = 5.0
 """While ranks cannot load, one request in this time may, as a trial."""
 FLAP_WINDOW_S: Final = 30.0
 """A throttling bucket may still answer the next trial. Failures that return within this time double the pause."""
+TIMED_BYTES: Final = 64 << 20
+"""The most that is read at a time to learn how fast a bucket is; an eighth of it is the most of one object."""
 
 
 class SharedTier(Tier):
@@ -59,6 +67,7 @@ class SharedTier(Tier):
         name: str,
         eviction: Eviction | None = None,
         is_local: bool = False,
+        reads_at_once: int = 0,
         threads: int = 16,
         max_keys: int = MAX_KEYS,
         clock: Callable[[], float] = time.monotonic,
@@ -68,7 +77,8 @@ class SharedTier(Tier):
 
         ``namespace`` gives the shards of a chunk and their sizes. Callers' ``now_s`` must come from ``clock``.
         ``eviction`` enforces the store's capacity and is closed with the tier; None: somebody else enforces it.
-        ``is_local``: only servers on this machine can access the store.
+        ``is_local``: only servers on this machine can access the store. ``reads_at_once``: how many reads to time
+        together, in the background; 0: none are timed.
         """
         self.is_local = is_local
         self.place = Place(namespace.digest)
@@ -112,6 +122,8 @@ class SharedTier(Tier):
         self._eviction = eviction
         self._manifest_due_s = -math.inf
         """When to write the manifest; infinite once it exists or is being written."""
+        if reads_at_once:
+            self._prober.do(partial(self._time_reads, reads_at_once), self._on_timed)
 
     # Questions of the catalog
 
@@ -303,7 +315,33 @@ class SharedTier(Tier):
         if error is not None:
             self._manifest_due_s = self._now_s + MANIFEST_RETRY_S
 
+    def _on_timed(self, error: StoreError | None) -> None:
+        if error is not None:
+            logger.warning("No read could be timed, so first hits may be slower than computing: %s", error)
+
     # Inside
+
+    def _time_reads(self, at_once: int, store: Store) -> None:
+        """Time reads of an object that is like a chunk: one alone, and ``at_once`` together as in a load. On a thread.
+
+        Raises StoreError.
+        """
+        groups = self._namespace.fields.groups
+        size_bytes = min(TIMED_BYTES // 8, max(self._namespace.slot_bytes(group.group_id) for group in groups))
+        memories = [memoryview(bytearray(size_bytes)) for _ in range(min(at_once, TIMED_BYTES // size_bytes))]
+        name, timed = f"probe-{secrets.token_hex(8)}", list[tuple[int, float]]()
+        try:
+            store.write(name, memoryview(secrets.token_bytes(size_bytes)))
+            with closing(CallThreads("nixl-offload-time", at_once)) as threads:
+                for count in (at_once, 1, at_once, 1):
+                    began_s, read_into = time.monotonic(), partial(store.read_into, name, 0)
+                    for call in [threads.start(partial(read_into, memory)) for memory in memories[:count]]:
+                        call.result()
+                    timed.append((len(memories[:count]) * size_bytes, time.monotonic() - began_s))
+        finally:
+            with suppress(StoreError):
+                store.delete([name])
+        self.timed_reads = timed[1:]  # the first ones connected
 
     def _answered(self, error: StoreError | None, asked_s: float | None) -> None:
         """Record the outcome of a probe. ``asked_s``: when it was sent; None: it was the trial.
