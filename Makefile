@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE :=
 TESTS := test-unit test-contract test-model test-faults test-s3 test-vllm test-gpu
 LINTS := lint-ruff lint-types lint-imports lint-budget
 
-.PHONY: help demo demo-s3 test test-long $(TESTS) lint $(LINTS) bench families prove test-vllm-upstream try-vllm bench-s3 bench-serving gpu-kit gpu-check env clean
+.PHONY: help demo demo-s3 test test-long $(TESTS) lint $(LINTS) bench families prove test-vllm-upstream try-vllm bench-s3 bench-serving gpu-kit gpu-check docs dist env clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -98,6 +98,20 @@ gpu-kit: ## What a CUDA machine without a registry lacks, vLLM included, into bu
 
 gpu-check: ## On a CUDA machine, no registry needed: CALL=1 (150 s), then CALL=2 (540 s); ARGS=--played rehearses it anywhere
 	@$(PYTHON) benchmarks/gpu/check.py --call $(CALL) $(ARGS)
+
+docs: ## A searchable site of all pages, in build/site; fails where a link or an anchor leads nowhere
+	@test -x build/docs-venv/bin/mkdocs || { $(PYTHON) -m venv build/docs-venv && \
+	  build/docs-venv/bin/python -m pip --disable-pip-version-check -qq install --no-deps -r constraints-docs.txt; }
+	@rm -rf build/pages && mkdir -p build/pages && cp --parents LICENSE Dockerfile Makefile *.md \
+	  $$(find docs examples benchmarks tests/vllm/played nixl_offload/configs -type f ! -name '*.pyc') build/pages
+	@NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --strict -f docs/mkdocs.yml 2>&1 | { grep -v '^INFO' || true; }
+	@echo "== build/site/index.html"
+
+dist: $(STAMP) ## Source distribution and wheel, in dist; a tag of this commit must be v and the version
+	@version="$$($(BIN)/python -c 'import nixl_offload; print(nixl_offload.__version__)')"; \
+	  tag="$$(git tag --points-at HEAD 'v*')"; [ -z "$$tag" ] || [ "$$tag" = "v$$version" ] || { echo "$$tag is not v$$version"; exit 1; }
+	@$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('dist'), build_meta.build_wheel('dist')" >/dev/null
+	@ls dist
 
 env: $(STAMP) ## Only make the environment
 
