@@ -106,12 +106,11 @@ def figures(run: Run) -> dict[str, float]:
 
 COMPARED = (LATER, "later p50", "ITL p50", "ITL p99", "requests/s", "CPU s")
 LEGEND = (
-    "Means over seeds. TTFT and inter-token latency (ITL) in ms, as a client of the engine sees them. later: requests "
-    "that repeat something that was asked before, or all where none does. hits: cached tokens of all prompt tokens. "
-    "CPU s: of all the engine's processes, until a second after the last answer. ×: ratio of later TTFT to that of "
-    "vLLM's prefix cache alone, and of the best of vLLM's connectors; geometric means of pairs of equal seeds, with "
-    "their intervals of 95 %. The model only takes time: a step sleeps, nothing is computed, and vLLM's own work adds "
-    "to the step."
+    "Means over seeds. TTFT and inter-token latency (ITL) in ms. later: of requests that repeat something that was "
+    "asked before, or of all where none does. hits: cached tokens of all prompt tokens. CPU s: of all the engine's "
+    "processes, until a second after the last answer. ×: ratio of later TTFT to that of vLLM's prefix cache alone, and "
+    "of the best of vLLM's connectors: geometric means of pairs of equal seeds, with intervals of 95 %. A step of the "
+    "model sleeps, and vLLM's own work adds to it."
 )
 
 

@@ -33,7 +33,7 @@ class _Engine(Engine):
 
 @dataclass(frozen=True)
 class Storage:
-    """Where a side keeps KV when its engine has ended."""
+    """What outlasts an engine: KV, and the model, by whose path vLLM's tiers name files."""
 
     directory: Path
     bucket: Mapping[str, Any] | None
@@ -105,7 +105,7 @@ def options_of(
         }
         options = {
             "plugin": str(write_plugin(scratch / "plugin", "nixl_offload_serving", PLUGIN)),
-            "model": str(write_model(scratch / "model", plan.shape, plan.pace, plan.longest_tokens)),
+            "model": str(write_model(storage.directory / "model", plan.shape, plan.pace, plan.longest_tokens)),
             "load_format": "dummy",
             "dtype": "bfloat16",
             "block_size": BLOCK_TOKENS,
