@@ -131,8 +131,8 @@ class HeaderRows:
     errors: dict[int, FormatError]
     """By row: why its shard is not the expected one."""
     first_valid_block: list[int]
-    checksums: list[npt.NDArray[np.uint64]]
-    """By row: a view of its page, shape ``(blocks,)``."""
+    checksums: npt.NDArray[np.uint64]
+    """Shape ``(n, blocks)``."""
 
 
 def encode_headers(
@@ -196,36 +196,31 @@ def add_checksums(page: npt.NDArray[np.uint8], sums: npt.NDArray[np.uint64]) -> 
 
 
 def check_headers(
-    pages: Iterable[npt.NDArray[np.uint8]], expect: ExpectedRows, *, may_lack_checksums: bool = False
+    pages: Sequence[Pages] | Pages, expect: ExpectedRows, *, may_lack_checksums: bool = False
 ) -> HeaderRows:
-    """Check header pages, contiguous bytes of shape ``(HEADER_BYTES,)``. A bad page gives its row an error.
+    """Check header pages, contiguous, of shape ``(HEADER_BYTES,)``. A bad one gives an error.
 
     Reasons are those of ``decode_header``, and ``namespace``, ``key``, ``blocks`` or ``length`` if a page is whole but
     belongs to another shard.
     """
     with_sums, without, sizes = _common(expect.namespace, expect.group, expect.blocks, expect.block_bytes)
     befores = (with_sums, without) if may_lack_checksums else (with_sums,)
-    blocks, end = expect.blocks, CHECKSUMS_AT + 8 * expect.blocks
-    headers = HeaderRows(expect, {}, [], [])
-    for row, (page, key) in enumerate(zip(pages, expect.keys, strict=True)):
-        view = page.data
-        fixed = bytes(view[:CHECKSUMS_AT])
-        (first,) = _U16.unpack_from(fixed, _FIRST_AT)
-        (own,) = OWN_CHECKSUM.unpack_from(view, OWN_CHECKSUM_AT)
-        alike = (
-            fixed[:_FIRST_AT] in befores
-            and fixed[_SIZES_AT:_CREATED_AT] == sizes
-            and fixed[_KEY_AT:_KEY_END] == _KEY.pack(len(key), key)
-            and first < blocks
-            and own == block_checksum(view[:OWN_CHECKSUM_AT])
-        )
-        if not alike:
-            try:
-                _require_match(decode_header(page, may_lack_checksums=may_lack_checksums), expect, key)
-            except FormatError as error:
-                headers.errors[row] = error
-        headers.first_valid_block.append(first)
-        headers.checksums.append(page[CHECKSUMS_AT:end].view("<u8"))
+    rows: Pages = np.asarray(pages)
+    alike = [
+        fixed[:_FIRST_AT] in befores
+        and fixed[_SIZES_AT:_CREATED_AT] == sizes
+        and fixed[_KEY_AT:] == _KEY.pack(len(key), key)
+        for fixed, key in zip(map(bytes, rows[:, :_KEY_END]), expect.keys, strict=True)
+    ]
+    firsts = rows[:, _FIRST_AT:_SIZES_AT].view("<u2")[:, 0]
+    own = np.array([block_checksum(page) for page in rows[:, :OWN_CHECKSUM_AT]], dtype=np.uint64)
+    bad = ~np.array(alike) | (firsts >= expect.blocks) | (own != rows[:, OWN_CHECKSUM_AT:].view("<u8")[:, 0])
+    headers = HeaderRows(expect, {}, firsts.tolist(), rows[:, CHECKSUMS_AT:].view("<u8")[:, : expect.blocks])
+    for row in np.flatnonzero(bad).tolist():
+        try:
+            _require_match(decode_header(rows[row], may_lack_checksums=may_lack_checksums), expect, expect.keys[row])
+        except FormatError as error:
+            headers.errors[row] = error
     return headers
 
 
@@ -241,15 +236,17 @@ def _require_match(header: ShardHeader, expect: ExpectedRows, key: bytes) -> Non
 
 
 def verify_rows(
-    headers: HeaderRows, rows: Sequence[int], first_blocks: Sequence[int], found: Sequence[npt.NDArray[np.uint64]]
+    headers: HeaderRows, rows: Sequence[int], first_blocks: Sequence[int], found: Iterable[npt.NDArray[np.uint64]]
 ) -> None:
     """Compare the ``found`` checksums with those in the headers.
 
     ``rows``: the rows of ``headers`` to compare. For each of them, ``first_blocks`` has the first block that was summed
-    and ``found`` the sums from that block on. A row that differs gets an error: ``checksum``, which names the first bad
-    block, or ``blocks`` if a summed block was never stored.
+    and ``found`` the sums from that block on; a matrix if shards have one block. One that differs gets an error:
+    ``checksum``, which names the first bad block, or ``blocks`` if a summed block was never stored.
     """
     expect = headers.expect
+    if isinstance(found, np.ndarray) and np.array_equal(headers.checksums[rows], found):
+        return
     for row, begin, sums in zip(rows, first_blocks, found, strict=True):
         end, first, stated = begin + len(sums), headers.first_valid_block[row], headers.checksums[row]
         of_key = f"of key {expect.keys[row].hex()}"

@@ -18,7 +18,7 @@ import torch
 from nixl_offload.chunk.header import HEADER_BYTES, Pages
 from nixl_offload.engine.host import PIN_PIECE_BYTES
 from nixl_offload.engine.kernels.torch_kernels import Page, open_kernels
-from nixl_offload.engine.packer import BlockIds, Brought, HostPacker, Packer, Parts, Payload, Source, Sources, Summed
+from nixl_offload.engine.packer import BlockIds, Brought, HostPacker, Packer, Parts, Payload, Source, Summed
 from nixl_offload.engine.streams import READY, Device, Fence
 
 BROUGHT_BYTES = 64 << 20
@@ -55,7 +55,7 @@ class DevicePacker(Packer):
 
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> Summed:
         """The device also sums. If it has no fast kernels for that, the host sums payloads in host memory."""
-        kernels, ids = self._kernels[group], self._ids_of(group, parts)
+        kernels, ids = self._kernels[group], self._locked(self._checked_ids(group, parts))
         payloads = [rows for _, rows in parts if isinstance(rows, np.ndarray)]
         host_sums = self.sums_slowly and len(payloads) == len(parts)
         summed, sums = self._summed([len(rows) for _, rows in parts], payloads)
@@ -70,8 +70,8 @@ class DevicePacker(Packer):
         summed.fence = self._out.run(gather, fence)
         return Summed(summed.fence, payloads) if host_sums else summed
 
-    def scatter_many(self, group: int, parts: Sources, fence: Fence) -> Fence:
-        kernels, ids = self._kernels[group], self._ids_of(group, parts)
+    def scatter_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
+        kernels, ids = self._kernels[group], self._locked(self._checked_ids(group, parts))
 
         def scatter() -> None:
             rows, copies = _side_by_side([rows for _, rows in parts], self._device.torch_device)
@@ -91,7 +91,7 @@ class DevicePacker(Packer):
         (summed, sums), kernels, place = self._summed(counts, payloads), self._kernels[group], object()
         self._waiting.append(place)
         try:
-            while self._waiting[0] is not place or not self._has_room(summed.bytes):
+            while self._waiting[0] is not place or not self._has_room(payloads):
                 yield
         finally:
             self._waiting.remove(place)
@@ -100,7 +100,7 @@ class DevicePacker(Packer):
             rows, copies = _side_by_side(payloads, self._device.torch_device)
             _copy(copies)
             sums.copy_(kernels.sums_of_rows(rows), non_blocking=True)
-            summed.scratch = torch.split(rows, counts)
+            summed.scratch = rows
 
         try:
             summed.fence = self._beside.run(brought)
@@ -111,7 +111,7 @@ class DevicePacker(Packer):
 
     def sums(self, group: int, block_ids: Sequence[BlockIds], fence: Fence) -> Summed:
         """If ``fence`` is done, a stream is used on which no gather waits for a step."""
-        kernels, ids = self._kernels[group], self._ids(group, block_ids)
+        kernels, ids = self._kernels[group], self._locked(self._check_ids(group, np.concatenate(block_ids)))
         summed, sums = self._summed([len(some) for some in block_ids])
 
         def sum_blocks() -> None:
@@ -121,7 +121,7 @@ class DevicePacker(Packer):
         return summed
 
     def clear(self, group: int, block_ids: BlockIds, fence: Fence) -> Fence:
-        kernels, ids = self._kernels[group], self._ids(group, [block_ids])
+        kernels, ids = self._kernels[group], self._locked(self._check_ids(group, block_ids))
 
         def cleared() -> None:
             row = torch.zeros(self.block_bytes[group], dtype=torch.uint8, device=self._device.torch_device)
@@ -182,25 +182,19 @@ class DevicePacker(Packer):
         sums = [chunk.numpy().view(np.uint64) for chunk in torch.split(memory, list(counts))]
         return Summed(None, payloads, sums=sums), memory
 
-    def _ids_of(self, group: int, parts: Sources) -> torch.Tensor:
-        """Check all parts, and return their ids as ``_ids``."""
-        self._check_rows(group, parts)
-        return self._ids(group, [block_ids for block_ids, _ in parts])
-
-    def _ids(self, group: int, block_ids: Sequence[BlockIds]) -> torch.Tensor:
-        """Return all ids in page-locked memory, for ``_upload``."""
-        ids = page_locked(sum(map(len, block_ids)), torch.int64, self._device)
-        if len(ids):
-            self._check_ids(group, np.concatenate(block_ids, out=ids.numpy()))
+    def _locked(self, block_ids: BlockIds) -> torch.Tensor:
+        """Return ids in page-locked memory, for ``_upload``."""
+        ids = page_locked(len(block_ids), torch.int64, self._device)
+        ids.numpy()[:] = block_ids
         return ids
 
     def _upload(self, ids: torch.Tensor) -> torch.Tensor:
         """Within work on a stream: return ``ids`` on the device. The page-locked ``ids`` may be released at once."""
         return ids.to(self._device.torch_device, non_blocking=True)
 
-    def _has_room(self, wanted_bytes: int) -> bool:
-        taken_bytes = sum(other.bytes for other in self._brought)
-        return not taken_bytes or taken_bytes + wanted_bytes <= BROUGHT_BYTES
+    def _has_room(self, wanted: Sequence[Payload]) -> bool:
+        taken = [payload for other in self._brought for payload in other.payloads]
+        return not taken or sum(payload.nbytes for payload in (*taken, *wanted)) <= BROUGHT_BYTES
 
 
 def make_packer(tensors: Sequence[torch.Tensor], pages: Sequence[Sequence[Page]], device: Device) -> Packer:
@@ -250,6 +244,8 @@ def _over_the_bus(rows: torch.Tensor, payload: Payload) -> list[tuple[torch.Tens
     """Return the copies between rows and a payload, as bytes. A payload that crosses page-locked pieces is split there:
     CUDA does not promise to copy over two registrations.
     """
+    if not payload.flags.c_contiguous:
+        return [copy for at in range(len(rows)) for copy in _over_the_bus(rows[at : at + 1], payload[at : at + 1])]
     flat, host = rows.view(-1), torch.from_numpy(payload.reshape(-1))
     copies, begin = [], 0
     while begin < len(host):

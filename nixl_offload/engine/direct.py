@@ -14,7 +14,7 @@ import numpy as np
 
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.chunk.layout import ChunkBlocks, job_extents
-from nixl_offload.engine.image import cpu_slot
+from nixl_offload.engine.image import any_slot
 from nixl_offload.engine.packer import Summed
 from nixl_offload.engine.paths import Batch, Phase, Steps
 from nixl_offload.engine.records import Chunk, ChunkState
@@ -37,7 +37,7 @@ def _sum(paths: LinkPaths, batch: Batch) -> Steps:
     sums = _sums(paths, batch)
     yield from batch.passes([sums])
     for chunk, encoded in zip(batch.alive, paths.encode(batch, sums.values()), strict=True):
-        cpu_slot(chunk).memory[:] = encoded
+        any_slot(chunk).memory[:] = encoded
 
 
 def _write(paths: LinkPaths, batch: Batch) -> Steps:

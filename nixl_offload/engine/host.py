@@ -31,7 +31,7 @@ import torch
 
 from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.checksum import payload_checksums
-from nixl_offload.chunk.header import ExpectedRows, HeaderRows, add_checksums, check_headers, lacks_checksums
+from nixl_offload.chunk.header import ExpectedRows, HeaderRows, Pages, add_checksums, check_headers, lacks_checksums
 from nixl_offload.engine.staging import HostSlot, Slot
 from nixl_offload.engine.streams import cuda_runtime
 from nixl_offload.errors import LayoutError, TierError
@@ -69,10 +69,6 @@ _REGISTER_PORTABLE = 1
 _NOT_SUPPORTED = 801
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-
-HeaderPage = npt.NDArray[np.uint8]
-"""A view of a header page: shape (HEADER_BYTES,)."""
 
 
 class HostSlab:
@@ -140,7 +136,7 @@ class HostSlab:
             raise LayoutError("the host memory is closed")
         if offset < 0 or slot_bytes < 1 or offset % PAGE_BYTES or offset + slot_bytes > self.length_bytes:
             raise LayoutError(f"a slot of {slot_bytes} bytes at {offset} of {self.length_bytes} bytes of host memory")
-        return Slot(-1, offset, memory[offset : offset + slot_bytes])
+        return Slot(-1, offset, memory, slot_bytes)
 
     def close(self) -> None:
         """Unlock the pages and drop the memory, which is freed with its last view. Idempotent.
@@ -231,7 +227,7 @@ class SlotHeaders:
         self._keys = keys
         self._lock = threading.Lock()
 
-    def check(self, pages: Sequence[HeaderPage], expect: ExpectedRows) -> HeaderRows:
+    def check(self, pages: Sequence[Pages] | Pages, expect: ExpectedRows) -> HeaderRows:
         """As ``check_headers``, for pages with and without checksums."""
         headers = check_headers(pages, expect, may_lack_checksums=True)
         if headers.errors:
@@ -239,7 +235,7 @@ class SlotHeaders:
                 headers = check_headers(pages, expect, may_lack_checksums=True)
         return headers
 
-    def complete(self, page: HeaderPage, rows: npt.NDArray[np.uint8]) -> bool:
+    def complete(self, page: Pages, rows: npt.NDArray[np.uint8]) -> bool:
         """Add what a checked page lacks before a tier gets it, unless another thread does so first; return False if it
         lacks nothing. ``rows``: the blocks from the first valid one to the last, contiguous uint8 of shape (n,
         block_bytes). Raises LayoutError as ``add_checksums``.
@@ -257,7 +253,7 @@ class SlotHeaders:
                 page[:] = whole
         return True
 
-    def _lacks_something(self, page: HeaderPage) -> bool:
+    def _lacks_something(self, page: Pages) -> bool:
         return lacks_checksums(page) or (self._keys is not None and not self._keys.knows(page))
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from nixl_offload.chunk.header import HEADER_BYTES, MAGIC
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine.records import Chunk, WorkKind
-from nixl_offload.engine.staging import HostSlot, MemoryT, Slot
+from nixl_offload.engine.staging import HostSlot, Slot
 from nixl_offload.movers.base import MoverLimits
 from nixl_offload.types import PAGE_BYTES, align_up
 
@@ -109,18 +109,13 @@ def _fault(plan: GroupPlan, chunk: Chunk, *, ids_fit: bool) -> str | None:
     return None
 
 
-def header_page(slot: HostSlot) -> npt.NDArray[np.uint8]:
-    """Return a view of an image's header page."""
-    return slot.memory[:HEADER_BYTES]
-
-
 def invalidate(slot: HostSlot) -> None:
     """Make the header invalid before its blocks change, so that loads of the earlier chunk are refused."""
     slot.memory[: len(MAGIC)] = 0
 
 
 def any_slot(chunk: Chunk) -> Slot[Any]:
-    """Return the chunk's slot: ``chunk.host_slot`` (host slab) if set, else ``chunk.staging_slot`` (staging)."""
+    """Return the chunk's slot in the host slab if it has one, else in staging."""
     slot = chunk.host_slot if chunk.host_slot is not None else chunk.staging_slot
     assert slot is not None
     return slot
@@ -128,25 +123,47 @@ def any_slot(chunk: Chunk) -> Slot[Any]:
 
 def is_on_device(chunk: Chunk) -> bool:
     """Whether the chunk has a staging slot in device memory."""
-    return chunk.staging_slot is not None and not isinstance(chunk.staging_slot.memory, np.ndarray)
+    return not isinstance(any_slot(chunk).region, np.ndarray)
 
 
-def cpu_slot(chunk: Chunk) -> HostSlot:
-    """As ``any_slot``, for one that the CPU can access: a host slot, or staging in host memory."""
-    slot = any_slot(chunk)
-    assert isinstance(slot.memory, np.ndarray)
-    return slot
+class Stack(NamedTuple):
+    """Chunks that are copied, summed and checked in one call."""
+
+    chunks: Sequence[Chunk]
+    images: Any
+    """Shape (chunks, slot_bytes): an array, or a tensor for slots on the device."""
+
+    def rows(self, plan: GroupPlan, first_block: int | None = None) -> Any:
+        """Return the wanted blocks, or all from ``first_block`` on: a view of shape (blocks, block_bytes)."""
+        first, end = first_block, plan.blocks
+        if first is None:
+            first, end = self.chunks[0].first_block, self.chunks[0].first_block + len(self.chunks[0].block_ids)
+        begin, end = (HEADER_BYTES + block * plan.block_bytes for block in (first, end))
+        return self.images[:, begin:end].reshape(-1, plan.block_bytes)
+
+    def part(self, plan: GroupPlan) -> tuple[npt.NDArray[np.int32], Any]:
+        """Return ids and rows of all wanted blocks, as ``Packer`` takes them."""
+        return np.concatenate([chunk.block_ids for chunk in self.chunks]), self.rows(plan)
+
+    @property
+    def pages(self) -> Any:
+        """The header pages."""
+        return self.images[:, :HEADER_BYTES]
 
 
-def rows(slot: Slot[MemoryT], plan: GroupPlan, chunk: Chunk) -> MemoryT:
-    """Return a view of the chunk's wanted blocks in a slot, of shape (blocks, block_bytes)."""
-    return rows_between(slot, plan, chunk.first_block, chunk.first_block + len(chunk.block_ids))
-
-
-def rows_between(slot: Slot[MemoryT], plan: GroupPlan, first_block: int, end_block: int) -> MemoryT:
-    """As ``rows``, for the blocks from ``first_block`` to the one before ``end_block``."""
-    begin, end = (HEADER_BYTES + block * plan.block_bytes for block in (first_block, end_block))
-    return slot.memory[begin:end].reshape(-1, plan.block_bytes)
+def stacks(plan: GroupPlan, chunks: Sequence[Chunk]) -> list[Stack]:
+    """Return a stack of chunks in neighbouring slots if a chunk is one block; else one for each chunk."""
+    found, begin, slots = [], 0, [any_slot(chunk) for chunk in chunks]
+    for end, slot in enumerate(slots, start=1):
+        if end < len(slots) and plan.blocks == 1:
+            after = slots[end]
+            is_next = after.region is slot.region and after.slot_bytes == slot.slot_bytes
+            if is_next and after.offset_bytes == slot.offset_bytes + slot.slot_bytes:
+                continue
+        memory = slot.region[slots[begin].offset_bytes : slot.offset_bytes + slot.slot_bytes]
+        found.append(Stack(chunks[begin:end], memory.reshape(end - begin, -1)))
+        begin = end
+    return found
 
 
 def cut(plan: GroupPlan, chunk: Chunk) -> Cut:

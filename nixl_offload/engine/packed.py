@@ -18,12 +18,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from nixl_offload.chunk.checksum import payload_checksums
 from nixl_offload.chunk.header import check_headers
 from nixl_offload.engine import image
 from nixl_offload.engine.device_packer import DevicePacker
-from nixl_offload.engine.image import GroupPlan, Spans, any_slot, cpu_slot
-from nixl_offload.engine.packer import Checksums
+from nixl_offload.engine.image import GroupPlan, Spans, any_slot
+from nixl_offload.engine.packer import BlockIds, Source
 from nixl_offload.engine.paths import STEP_BYTES, Batch, Phase, Steps, TierPaths
 from nixl_offload.engine.records import Chunk, ChunkState
 from nixl_offload.types import Outcome
@@ -43,24 +45,15 @@ def _gather(paths: LinkPaths, batch: Batch) -> Steps:
 
 def _copy_from_blocks(paths: TierPaths, batch: Batch) -> Steps:
     """Copy KV blocks to slots. A device also computes the checksums."""
-    chunks = batch.alive
-    parts = [(chunk.block_ids, image.rows(any_slot(chunk), batch.plan, chunk)) for chunk in chunks]
+    chunks, stacks = batch.alive, image.stacks(batch.plan, batch.alive)
     paths.stretch.pause()
+    parts = [stack.part(batch.plan) for stack in stacks]
     gathered = paths.packer.gather_many(chunks[0].group, parts, chunks[0].job.fence)
     paths.stretch.begin()  # a host packer has copied by now, with the GIL released
     yield from batch.passes([gathered])
-    if gathered.has_sums:
-        for chunk, sums in zip(chunks, gathered.values(), strict=True):
-            chunk.sums = sums
-
-
-def _sums_of(paths: TierPaths, chunks: Sequence[Chunk], plan: GroupPlan) -> list[Checksums]:
-    """Return the checksums of gathered chunks: the device's, else computed here."""
-    sums = [chunk.sums for chunk in chunks if chunk.sums is not None]
-    if sums:
-        return sums
-    rows = [image.rows(cpu_slot(chunk), plan, chunk) for chunk in chunks]
-    return payload_checksums(rows, paths.stretch.pause)
+    for stack, sums in zip(stacks, gathered.values() if gathered.has_sums else (), strict=False):
+        for chunk, own in zip(stack.chunks, np.split(sums, len(stack.chunks)), strict=True):
+            chunk.sums = own
 
 
 def _seal(paths: TierPaths, batch: Batch) -> Steps:
@@ -72,26 +65,35 @@ def _seal(paths: TierPaths, batch: Batch) -> Steps:
         return
     chunks, plan = batch.alive, batch.plan
     ends_here = chunks[0].host_slot is not None
-    is_summed = not ends_here or paths.verify_checksum or chunks[0].sums is not None
-    pages = paths.encode(batch, _sums_of(paths, chunks, plan) if is_summed else None)
+    stacks, sums = image.stacks(plan, chunks), [chunk.sums for chunk in chunks if chunk.sums is not None]
+    if not sums and (paths.verify_checksum or not ends_here):
+        sums = payload_checksums([stack.rows(plan) for stack in stacks], paths.stretch.pause)
+    pages = paths.encode(batch, sums)
     if image.is_on_device(chunks[0]):
         padding = [image.cut(plan, chunk).padding for chunk in chunks]
         slots = [any_slot(chunk).memory for chunk in chunks]
         yield from batch.passes([_on_device(paths).finish_images(pages, slots, padding)])
         return
-    signed_bytes = 0
-    for chunk, page in zip(chunks, pages, strict=True):
-        slot, rows = cpu_slot(chunk), image.rows(cpu_slot(chunk), plan, chunk)
+    begin = signed_bytes = 0
+    for stack in stacks:
         paths.stretch.pause()
-        image.header_page(slot)[:] = page if paths.keys is None else paths.keys.signed(page, rows)
-        for part in image.cut(plan, chunk).padding:
-            slot.memory[part] = 0
-        if ends_here:
-            chunk.end(Outcome.OK)
-        signed_bytes += rows.nbytes if paths.keys is not None else 0
-        if signed_bytes >= STEP_BYTES:
-            signed_bytes = 0
-            yield
+        own = pages[begin : begin + len(stack.chunks)]
+        begin += len(own)
+        stack.pages[:] = own
+        for part in image.cut(plan, stack.chunks[0]).padding:
+            stack.images[:, part] = 0
+        if paths.keys is None:
+            continue
+        for chunk in stack.chunks:
+            (alone,) = image.stacks(plan, [chunk])
+            rows = alone.rows(plan)
+            alone.pages[0] = paths.keys.signed(alone.pages[0], rows)
+            signed_bytes += rows.nbytes
+            if signed_bytes >= STEP_BYTES:
+                signed_bytes = 0
+                yield
+    for chunk in chunks if ends_here else ():
+        chunk.end(Outcome.OK)
 
 
 def _may_go(paths: LinkPaths, batch: Batch) -> None:
@@ -110,8 +112,9 @@ def _add_sums(paths: TierPaths, batch: Batch) -> Steps:
     headers = paths.check(batch, check=host.headers.check)
     for chunk in batch.alive:
         first, plan = headers.first_valid_block[chunk.row], batch.plan
-        rows = image.rows_between(cpu_slot(chunk), plan, first, plan.blocks)
-        if host.headers.complete(image.header_page(cpu_slot(chunk)), rows):
+        (stack,) = image.stacks(plan, [chunk])
+        rows = stack.rows(plan, first)
+        if host.headers.complete(stack.pages[0], rows):
             summed_bytes += rows.nbytes
         if summed_bytes >= STEP_BYTES:
             summed_bytes = 0
@@ -163,11 +166,11 @@ def _verify_on_device(paths: TierPaths, batch: Batch) -> Steps:
     """Bring headers and checksums to the host, and compare them there."""
     arrived, plan = batch.alive, batch.plan
     is_summed = _compares_sums(paths, plan)
-    slots = [any_slot(chunk) for chunk in arrived]
-    rows = [image.rows(slot, plan, chunk) for chunk, slot in zip(arrived, slots, strict=True)] if is_summed else []
-    pages, sums = _on_device(paths).inspect(arrived[0].group, [slot.memory for slot in slots], rows)
+    slots = [any_slot(chunk).memory for chunk in arrived]
+    rows = [image.Stack([chunk], slot[None]).rows(plan) for chunk, slot in zip(arrived, slots, strict=True)]
+    pages, sums = _on_device(paths).inspect(arrived[0].group, slots, rows if is_summed else [])
     yield from batch.passes([sums])
-    headers = paths.check(batch, list(pages))
+    headers = paths.check(batch, pages)
     if is_summed:
         found = [values for chunk, values in zip(arrived, sums.values(), strict=True) if chunk.result is None]
         paths.compare(batch, headers, [chunk.first_block for chunk in batch.alive], found)
@@ -183,13 +186,12 @@ def _scatter(paths: TierPaths, batch: Batch) -> Steps:
 
 def _copy_to_blocks(paths: TierPaths, batch: Batch, chunks: Sequence[Chunk]) -> Steps:
     """Copy wanted blocks to KV blocks, from the slots or from where the device summed them."""
-    copies = []
+    copies: list[tuple[BlockIds, Source]] = []
     for chunk in chunks:
-        rows, begin = chunk.summed_rows, chunk.first_block - chunk.summed_from
-        wanted = slice(begin, begin + len(chunk.block_ids))
-        copies.append(
-            (chunk.block_ids, image.rows(any_slot(chunk), batch.plan, chunk) if rows is None else rows[wanted])
-        )
+        if chunk.summed_rows is not None:
+            begin = chunk.first_block - chunk.summed_from
+            copies.append((chunk.block_ids, chunk.summed_rows[begin : begin + len(chunk.block_ids)]))
+    copies = copies or [stack.part(batch.plan) for stack in image.stacks(batch.plan, chunks)]
     scattered = paths.packer.scatter_many(chunks[0].group, copies, chunks[0].job.fence)
     paths.stretch.begin()  # a host packer has copied by now, with the GIL released
     yield from batch.passes([scattered])
@@ -199,7 +201,7 @@ def _read_whole(paths: LinkPaths, batch: Batch) -> Steps:
     """Read images into host slots."""
     if batch.submitted_s is None:
         for chunk in batch.alive:
-            image.invalidate(cpu_slot(chunk))  # no old header may precede the bytes that are read
+            image.invalidate(any_slot(chunk))  # no old header may precede the bytes that are read
     yield from paths.transfer(batch, partial(paths.submit_spans, lambda _: image.whole(batch.plan)))
 
 
@@ -211,10 +213,10 @@ def _verify_whole(paths: TierPaths, batch: Batch) -> Steps:
     if _compares_sums(paths, plan):
         yield from paths.verify(batch, headers, whole=True)
     for chunk in batch.alive:
-        image.clear_around(cpu_slot(chunk), plan, headers.first_valid_block[chunk.row])
+        image.clear_around(any_slot(chunk), plan, headers.first_valid_block[chunk.row])
     for chunk in arrived:
         if chunk.result is not None:
-            image.invalidate(cpu_slot(chunk))
+            image.invalidate(any_slot(chunk))
 
 
 def _serve(paths: TierPaths, batch: Batch) -> Steps:
@@ -236,7 +238,7 @@ def _gather_in_memory(paths: TierPaths, batch: Batch) -> Steps:
     """
     if paths.advance_or_end(batch, ChunkState.BORROWED):
         for chunk in batch.alive:
-            image.invalidate(cpu_slot(chunk))
+            image.invalidate(any_slot(chunk))
         yield from _copy_from_blocks(paths, batch)
 
 

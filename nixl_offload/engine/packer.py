@@ -14,6 +14,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,13 +31,11 @@ from nixl_offload.errors import LayoutError
 BlockIds = npt.NDArray[np.int32]
 Checksums = npt.NDArray[np.uint64]
 Payload = npt.NDArray[np.uint8]
-"""The blocks of a chunk in a slot of host memory: shape (blocks, block_bytes), contiguous."""
-SlotRows = Payload | torch.Tensor
-"""As ``Payload``; a tensor for a slot in device memory."""
-Parts = Sequence[tuple[BlockIds, SlotRows]]
-"""The chunks of one call: the KV blocks, and the slot rows of their bytes."""
-Run = tuple[int, int, int, int]
-"""A run of blocks: number of the payload, row in it, first block id, count."""
+"""Blocks in slots of host memory: shape (blocks, block_bytes). Rows are contiguous, any distance apart."""
+Parts = Sequence[tuple[BlockIds, Any]]
+"""What one call copies, of a chunk or a stack of them: ids of KV blocks, and a ``Source`` of their rows."""
+Run = tuple[int, Payload]
+"""Consecutive blocks: the id of the first, and their rows."""
 LayerPages = tuple[npt.NDArray[np.uint8], int, int]
 """A layer's pages: an array of shape (num_blocks, at least page bytes), rows contiguous, any stride; the column of a
 page in a payload row; the page's bytes."""
@@ -57,24 +57,23 @@ class Brought:
         return Brought(self.owner, self.tensor[rows])
 
 
-Source = SlotRows | Brought
+Source = Payload | torch.Tensor | Brought
 """Memory from which blocks can be scattered."""
-Sources = Sequence[tuple[BlockIds, Source]]
 
 
 class Summed:
-    """Checksums of chunks' blocks, and the fence of their work. Until ``done`` nothing may change the blocks."""
+    """Checksums of each part's blocks, and the fence of their work. Until ``done`` nothing may change the blocks."""
 
     def __init__(
         self, fence: Fence | None, payloads: Sequence[Payload] = (), *, sums: Sequence[Checksums] | None = None
     ) -> None:
-        """``fence``: None until the work is queued. ``payloads``: the chunks' rows in host memory. ``sums``: each
-        chunk's, complete once the fence is done; None: ``values`` sums ``payloads``.
+        """``fence``: None until the work is queued. ``payloads``: the parts' rows in host memory. ``sums``: each
+        part's, complete once the fence is done; None: ``values`` sums ``payloads``.
         """
         self.fence = fence
         self.payloads = payloads
-        self.scratch: Sequence[torch.Tensor] = ()
-        """The chunks' rows on the device, if they are kept there."""
+        self.scratch: torch.Tensor | None = None
+        """All rows on the device, if they are kept there."""
         self._sums = sums
 
     @property
@@ -82,24 +81,19 @@ class Summed:
         """False: ``values`` computes the checksums, on the calling thread."""
         return self._sums is not None
 
-    @property
-    def bytes(self) -> int:
-        """Length of all rows in host memory."""
-        return sum(payload.nbytes for payload in self.payloads)
-
     def done(self) -> bool:
         """See Fence."""
         return self.fence is not None and self.fence.done()
 
     def values(self) -> Sequence[Checksums]:
-        """Return the checksums of each chunk's blocks. Raises RuntimeError before ``done``."""
+        """Return the checksums of each part's blocks. Raises RuntimeError before ``done``."""
         if not self.done():
             raise RuntimeError("checksums were asked for before their bytes were there")
         return payload_checksums(self.payloads) if self._sums is None else self._sums
 
-    def rows(self) -> list[Source]:
-        """Return where each chunk's blocks can be scattered from, once it is ``done``."""
-        return [Brought(self, rows) for rows in self.scratch] or list(self.payloads)
+    def brought(self, counts: list[int]) -> list[Brought]:
+        """Return the rows on the device, by ``counts``, once it is ``done``. Empty: there are none."""
+        return [] if self.scratch is None else [Brought(self, rows) for rows in torch.split(self.scratch, counts)]
 
 
 class Packer:
@@ -123,15 +117,15 @@ class Packer:
         """Copy KV blocks to slots and sum them, once ``fence`` is done. ``done``: rows are whole, blocks may change."""
         raise NotImplementedError
 
-    def scatter_many(self, group: int, parts: Sources, fence: Fence) -> Fence:
+    def scatter_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
         """Copy slots to KV blocks once ``fence`` is done, so that earlier writes to the blocks do not come after the
         load. The returned fence is done when the blocks are complete and the rows may change.
         """
         raise NotImplementedError
 
     def bring(self, group: int, payloads: Sequence[Payload]) -> Generator[None, None, Summed]:
-        """Sum blocks in host memory. A device copies them to scratch and sums the copy there; ``rows`` returns it for
-        the scatter, so blocks cross the bus once. Yields while there is no scratch.
+        """Sum blocks in host memory. A device copies them to scratch and sums the copy there; ``brought`` returns it
+        for the scatter, so blocks cross the bus once. Yields while there is no scratch.
         """
         raise NotImplementedError
 
@@ -145,21 +139,23 @@ class Packer:
 
     # Copies compute addresses, so wrong ids and rows are stopped here.
 
-    def _check_rows(self, group: int, parts: Sources) -> None:
-        """Raise LayoutError unless there is one row of a block's length for each id."""
+    def _checked_ids(self, group: int, parts: Parts) -> BlockIds:
+        """Return all ids. Raises LayoutError unless each is a block's and has one row of its length."""
         for block_ids, rows in parts:
             if len(rows) != len(block_ids):
                 raise LayoutError(f"{len(rows)} rows for {len(block_ids)} blocks")
         self._check_width(group, [rows.tensor if isinstance(rows, Brought) else rows for _, rows in parts])
+        return self._check_ids(group, np.concatenate([block_ids for block_ids, _ in parts]))
 
-    def _check_width(self, group: int, rows: Sequence[SlotRows]) -> None:
+    def _check_width(self, group: int, rows: Sequence[Payload | torch.Tensor]) -> None:
         for each in rows:
             if each.shape[1] != self.block_bytes[group]:
                 raise LayoutError(f"rows of {each.shape[1]} bytes for blocks of {self.block_bytes[group]}")
 
-    def _check_ids(self, group: int, block_ids: npt.NDArray[np.integer]) -> None:
+    def _check_ids(self, group: int, block_ids: BlockIds) -> BlockIds:
         if len(block_ids) and not 0 <= block_ids.min() <= block_ids.max() < self._num_blocks[group]:
             raise LayoutError(f"block ids outside a KV cache of {self._num_blocks[group]} blocks")
+        return block_ids
 
 
 class HostCopy:
@@ -181,13 +177,12 @@ class HostCopy:
         shape, strides = (len(first), *self._page_shape), (first.strides[0], spacing, 1)
         self._blocks = np.ndarray(shape, np.uint8, memory, addresses[0] - base, strides)
 
-    def gather(self, runs: Sequence[Run], payloads: Sequence[Payload]) -> None:
+    def gather(self, runs: Sequence[Run]) -> None:
         """Copy pages to rows."""
-        rows = [self._rows(payload) for payload in payloads]
-        for number, row, block, count in runs:
-            rows[number][row : row + count] = self._blocks[block : block + count]
+        for block, payload in runs:
+            self._rows(payload)[:] = self._blocks[block : block + len(payload)]
 
-    def scatter(self, parts: Sequence[tuple[BlockIds, Payload]]) -> None:
+    def scatter(self, parts: Parts) -> None:
         """Copy rows to pages, by an index array: one call per run would be no faster."""
         for block_ids, payload in parts:
             self._blocks[block_ids] = self._rows(payload)
@@ -217,16 +212,10 @@ def _continues(before: Sequence[LayerPages], page: LayerPages) -> bool:
     return layer.ctypes.data - last.ctypes.data == last.ctypes.data - before[-2][0].ctypes.data
 
 
-def runs_of(block_ids: BlockIds, counts: Sequence[int]) -> list[Run]:
-    """Split ids into runs of consecutive ids within one payload. ``counts``: rows of each payload."""
-    starts = np.cumsum([0, *counts[:-1]])
-    breaks = np.diff(block_ids, prepend=-2) != 1
-    breaks[starts[starts < len(block_ids)]] = True
-    begins = np.flatnonzero(breaks)
-    numbers = np.searchsorted(starts, begins, side="right") - 1
-    lengths = np.diff(begins, append=len(block_ids))
-    columns = (numbers, begins - starts[numbers], block_ids[begins], lengths)
-    return list(zip(*(column.tolist() for column in columns), strict=True))
+def runs_of(block_ids: BlockIds, payload: Payload) -> list[Run]:
+    """Split a part into runs of consecutive block ids."""
+    cuts = [0, *(np.flatnonzero(np.diff(block_ids) != 1) + 1).tolist(), len(block_ids)]
+    return [(int(block_ids[a]), payload[a:b]) for a, b in pairwise(cuts) if a < b]
 
 
 class HostPacker(Packer):
@@ -240,22 +229,16 @@ class HostPacker(Packer):
         ]
 
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> Summed:
-        self._check_rows(group, parts)
-        block_ids = np.concatenate([block_ids for block_ids, _ in parts])
-        self._check_ids(group, block_ids)
-        payloads = _payloads_of(parts)
-        runs = runs_of(block_ids, [len(payload) for payload in payloads])
+        self._checked_ids(group, parts)
+        runs = [run for part in parts for run in runs_of(*part)]
         for copy in self._copies[group]:
-            copy.gather(runs, payloads)
-        return Summed(READY, payloads)
+            copy.gather(runs)
+        return Summed(READY, [payload for _, payload in parts])
 
-    def scatter_many(self, group: int, parts: Sources, fence: Fence) -> Fence:
-        self._check_rows(group, parts)
-        for block_ids, _ in parts:
-            self._check_ids(group, block_ids)
-        rows = [(block_ids, payload) for (block_ids, _), payload in zip(parts, _payloads_of(parts), strict=True)]
+    def scatter_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
+        self._checked_ids(group, parts)
         for copy in self._copies[group]:
-            copy.scatter(rows)
+            copy.scatter(parts)
         return READY
 
     def bring(self, group: int, payloads: Sequence[Payload]) -> Generator[None, None, Summed]:
@@ -279,10 +262,6 @@ class HostPacker(Packer):
         for view in self._views[group]:
             view[block_ids] = 0
         return READY
-
-
-def _payloads_of(parts: Sources) -> list[Payload]:
-    return [rows for _, rows in parts if isinstance(rows, np.ndarray)]
 
 
 def pages_of(layout: KVLayout) -> list[list[Page]]:

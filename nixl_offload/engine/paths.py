@@ -27,7 +27,7 @@ from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine import image
 from nixl_offload.engine.device_packer import make_packer
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.image import GroupPlan, cpu_slot
+from nixl_offload.engine.image import GroupPlan
 from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.packer import pages_of, require_agreement
 from nixl_offload.engine.records import Chunk, ChunkState, TierStatus, Waiting, WorkKind
@@ -413,16 +413,15 @@ class TierPaths:
 
     # -- headers, checksums and MACs: a chunk that fails a check is CORRUPT ------------------------------------------
 
-    def encode(self, batch: Batch, sums: Sequence[npt.NDArray[np.uint64]] | None) -> Pages:
-        """Return the header pages of chunks about to be stored; their blocks reach to the chunks' ends. ``sums``: each
-        chunk's block checksums; None: headers without checksums, for chunks that stay in memory.
+    def encode(self, batch: Batch, sums: Sequence[npt.NDArray[np.uint64]]) -> Pages:
+        """Return the header pages of chunks about to be stored; their blocks reach to the chunks' ends. ``sums``: of
+        all blocks, in any number of parts; empty: headers without checksums, for chunks that stay in memory.
         """
         chunks, table = batch.alive, None
         firsts = [chunk.first_block for chunk in chunks]
-        if sums is not None:
+        if sums:
             table = np.zeros((len(chunks), batch.plan.blocks), dtype=np.uint64)
-            for row, (first, found) in enumerate(zip(firsts, sums, strict=True)):
-                table[row, first:] = found
+            table[np.arange(batch.plan.blocks) >= np.array(firsts)[:, None]] = np.concatenate(sums)
         return encode_headers(self._expected(batch.plan, chunks), table, firsts, created_s=int(time.time()))
 
     def _expected(self, plan: GroupPlan, chunks: Sequence[Chunk]) -> ExpectedRows:
@@ -435,8 +434,8 @@ class TierPaths:
     def check(
         self,
         batch: Batch,
-        pages: Sequence[npt.NDArray[np.uint8]] | None = None,
-        check: Callable[[Sequence[npt.NDArray[np.uint8]], ExpectedRows], HeaderRows] = check_headers,
+        pages: Sequence[Pages] | Pages | None = None,
+        check: Callable[[Any, ExpectedRows], HeaderRows] = check_headers,
     ) -> HeaderRows:
         """Check identity, lengths and that each wanted block was stored, with any ``verify``.
 
@@ -445,7 +444,8 @@ class TierPaths:
         """
         chunks = batch.alive
         if pages is None:
-            pages = [image.header_page(cpu_slot(chunk)) for chunk in chunks]
+            views = [stack.pages for stack in image.stacks(batch.plan, chunks)]
+            pages = [page for view in views for page in view] if len(views) > 1 else views[0]
         headers = check(pages, self._expected(batch.plan, chunks))
         for row, (chunk, first) in enumerate(zip(chunks, headers.first_valid_block, strict=True)):
             chunk.row = row
@@ -464,18 +464,19 @@ class TierPaths:
             return
         firsts = [headers.first_valid_block[chunk.row] if whole else chunk.first_block for chunk in chunks]
         payloads = [
-            image.rows_between(cpu_slot(chunk), plan, first, plan.blocks if whole else first + len(chunk.block_ids))
-            for chunk, first in zip(chunks, firsts, strict=True)
+            stack.rows(plan, headers.first_valid_block[stack.chunks[0].row] if whole else None)
+            for stack in image.stacks(plan, chunks)
         ]
         summed = yield from self.packer.bring(chunks[0].group, payloads)
         yield from batch.passes([summed])
-        self.compare(batch, headers, firsts, summed.values())
-        for chunk, first, rows in zip(chunks, firsts, summed.rows(), strict=True):
+        sums = summed.values() if plan.blocks > 1 else np.concatenate(summed.values())[:, None]
+        self.compare(batch, headers, firsts, sums)
+        for chunk, first, rows in zip(chunks, firsts, summed.brought([len(each) for each in sums]), strict=False):
             if chunk.result is None:
                 chunk.summed_rows, chunk.summed_from = rows, first
 
     def compare(
-        self, batch: Batch, headers: HeaderRows, first_blocks: Sequence[int], sums: Sequence[npt.NDArray[np.uint64]]
+        self, batch: Batch, headers: HeaderRows, first_blocks: Sequence[int], sums: Iterable[npt.NDArray[np.uint64]]
     ) -> None:
         """Compare ``sums`` of the live chunks with their headers. ``first_blocks``: where each chunk's sums begin."""
         chunks = batch.alive
@@ -489,10 +490,10 @@ class TierPaths:
             return
         read_bytes = 0
         for chunk in batch.alive:
-            slot = cpu_slot(chunk)
-            rows = image.rows_between(slot, batch.plan, headers.first_valid_block[chunk.row], batch.plan.blocks)
+            (stack,) = image.stacks(batch.plan, [chunk])
+            rows = stack.rows(batch.plan, headers.first_valid_block[chunk.row])
             try:
-                self.keys.verify(image.header_page(slot), rows)
+                self.keys.verify(stack.pages[0], rows)
             except FormatError as error:
                 headers.errors[chunk.row] = error
             read_bytes += rows.nbytes

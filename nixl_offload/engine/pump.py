@@ -226,7 +226,7 @@ class TierEngine:
         self.in_flight.add(batch.kind, -len(batch.chunks), -1)
         self.paths.abandon(batch, "the chunk crashed")
         tainted = batch.is_pending or batch.is_quarantined
-        for chunk in batch.chunks:
+        for chunk in reversed(batch.chunks):  # so that the next batch gets neighbouring slots again
             if chunk.pool is not None and chunk.staging_slot is not None:
                 (chunk.pool.retire if tainted else chunk.pool.release)(chunk.staging_slot)
         if tainted:

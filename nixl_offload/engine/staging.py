@@ -37,17 +37,22 @@ MemoryT = TypeVar("MemoryT", npt.NDArray[np.uint8], torch.Tensor)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot(Generic[MemoryT]):
-    """``memory`` is the slot's bytes, shape (slot_bytes,); ``offset_bytes`` is its offset in the pool's region. Device
-    memory is touched by a device's streams and by movers alone.
+    """A piece of ``region``, all memory of its pool, in bytes. Device memory is touched by a device's streams and by
+    movers alone.
     """
 
     index: int
     offset_bytes: int
-    memory: MemoryT
+    region: MemoryT
+    slot_bytes: int
+
+    @property
+    def memory(self) -> MemoryT:
+        """The slot's bytes, of shape (slot_bytes,)."""
+        return self.region[self.offset_bytes : self.offset_bytes + self.slot_bytes]
 
 
 HostSlot = Slot[npt.NDArray[np.uint8]]
-DeviceSlot = Slot[torch.Tensor]
 
 
 class SlotPool(Generic[MemoryT]):
@@ -63,8 +68,7 @@ class SlotPool(Generic[MemoryT]):
         self.slots_total = region.length_bytes // slot_bytes
         self._free: dict[int, Slot[MemoryT]] = {}
         for index in reversed(range(self.slots_total)):
-            begin = index * slot_bytes
-            self._free[index] = Slot(index, begin, memory[begin : begin + slot_bytes])
+            self._free[index] = Slot(index, index * slot_bytes, memory, slot_bytes)
         self._retired = 0
 
     @property

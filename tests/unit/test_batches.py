@@ -21,7 +21,7 @@ from nixl_offload.movers.base import Mover, Op, Transfer, TransferState
 from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.types import Location, Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
-from tests.unit.engine_rig import Rig, opened, until
+from tests.unit.engine_rig import SHAPES, Rig, kv_cache, opened, until
 from tests.unit.link_rig import ObjectFiles, objects, tree
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
@@ -89,14 +89,14 @@ def test_groups_and_jobs_do_not_share_a_batch(make: Make, monkeypatch: pytest.Mo
     assert batches == [4, 4, 1, 1]
 
 
-@pytest.mark.parametrize("shape", ["per_layer", "direct_blocks"])
-def test_a_damaged_chunk_of_a_batch_is_the_only_one_that_is_corrupt(make: Make, shape: str) -> None:
+@pytest.mark.parametrize(("shape", "count"), [("per_layer", 4), ("per_layer", 1), ("direct_blocks", 4)])
+def test_a_damaged_chunk_of_a_batch_is_the_only_one_that_is_corrupt(make: Make, shape: str, count: int) -> None:
     """In its header, its payload, or as another chunk's bytes: nothing is read again, and the others are served."""
-    mover = FaultyMover(CopyMover())
-    rig = make(shape, mover)
-    numbers = range(8)
-    wanted = {number: rig.bytes_of(blocks_of(number)) for number in numbers}
-    assert rig.store(1, [rig.chunk(n, blocks_of(n)) for n in numbers]) == (OK,) * 8
+    mover, (tensors, kv, layout) = FaultyMover(CopyMover()), kv_cache(SHAPES[shape], 1)
+    rig = make(shape, mover, cache=(tensors, kv, replace(layout, blocks_per_chunk=count)))
+    of = [blocks_of(number)[:count] for number in range(8)]
+    wanted = [rig.bytes_of(blocks) for blocks in of]
+    assert rig.store(1, [rig.chunk(n, of[n]) for n in range(8)]) == (OK,) * 8
     image = np.memmap(rig.slab.path, dtype=np.uint8, mode="r+")
     size = rig.location(0).slot_bytes
     image[2 * size + 40] ^= 1
@@ -105,15 +105,13 @@ def test_a_damaged_chunk_of_a_batch_is_the_only_one_that_is_corrupt(make: Make, 
     image.flush()
     rig.wipe(0xEE)
     reads = mover.submitted.count(Op.READ)
-    expected = tuple(CORRUPT if n in {2, 5, 6} else OK for n in numbers)
-    assert rig.load(2, [rig.chunk(n, blocks_of(n)) for n in numbers]) == expected
+    expected = tuple(CORRUPT if n in {2, 5, 6} else OK for n in range(8))
+    assert rig.load(2, [rig.chunk(n, of[n]) for n in range(8)]) == expected
     assert mover.submitted.count(Op.READ) <= reads + 2
     assert len(rig.collect(2).errors) == 3
-    for number, outcome in zip(numbers, expected, strict=True):
-        if outcome is OK:
-            assert rig.bytes_of(blocks_of(number)) == wanted[number]
-        elif not rig.shape.direct:
-            assert set(rig.bytes_of(blocks_of(number))) == {0xEE}
+    for blocks, outcome, right in zip(of, expected, wanted, strict=True):
+        if outcome is OK or not rig.shape.direct:
+            assert rig.bytes_of(blocks) == (right if outcome is OK else b"\xee" * len(right))
 
 
 @pytest.mark.parametrize("shape", ["per_layer", "direct_blocks"])

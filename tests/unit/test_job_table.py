@@ -88,7 +88,7 @@ def end(chunk: Chunk, outcome: Outcome, error: str | None = None, cause: str = "
     slot = slot or outcome
     chunk.end(outcome, None if outcome is OK else error, cause)
     chunk.is_kept = slot is OK
-    chunk.host_slot = Slot(0, 0, np.empty(0, dtype=np.uint8)) if slot is TAINTED else None
+    chunk.host_slot = Slot(0, 0, np.empty(0, np.uint8), 0) if slot is TAINTED else None
     assert chunk.queue is not None
     chunk.queue.table.complete([chunk], tainted=slot is TAINTED)
 
@@ -269,7 +269,7 @@ def test_what_is_told_of_host_slots(
     if is_given_up:
         rank.now_s += LOAD_TIMEOUT_S
         rank.expire()
-    taken.host_slot = Slot(0, 0, np.empty(0, dtype=np.uint8)) if has_host else None
+    taken.host_slot = Slot(0, 0, np.empty(0, np.uint8), 0) if has_host else None
     taken.is_kept = is_kept
     taken.end(outcome, "words", "cause")
     rank.complete([taken], tainted=tainted)

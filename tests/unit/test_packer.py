@@ -29,7 +29,7 @@ from nixl_offload.engine import device_packer
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.kernels.torch_kernels import Page
 from nixl_offload.engine.packer import HostPacker
-from nixl_offload.engine.staging import DeviceSlot, SlotPool, device_pool
+from nixl_offload.engine.staging import Slot, device_pool
 from nixl_offload.engine.streams import READY, Device
 from nixl_offload.errors import LayoutError
 from nixl_offload.movers.base import MemoryKind
@@ -150,13 +150,7 @@ def test_ids_outside_the_kv_cache_are_refused_before_anything_is_copied(
 # -- slots on a device ----------------------------------------------------------------------------------------------
 
 
-def acquired(pool: SlotPool[torch.Tensor]) -> DeviceSlot:
-    slot = pool.acquire()
-    assert slot is not None
-    return slot
-
-
-def rows_of(slot: DeviceSlot, count: int, block_bytes: int, first: int = 0) -> torch.Tensor:
+def rows_of(slot: Slot[Any], count: int, block_bytes: int, first: int = 0) -> torch.Tensor:
     begin = HEADER_BYTES + first * block_bytes
     return slot.memory[begin : begin + count * block_bytes].view(count, block_bytes)
 
@@ -176,7 +170,7 @@ def test_chunks_lie_in_their_slots_as_on_the_host_and_come_back(
     ids = np.split(np.random.default_rng(3).permutation(BLOCKS)[: sum(counts)].astype(np.int32), np.cumsum(counts)[:-1])
     ends = [HEADER_BYTES + (first + count) * block_bytes for count in counts]
     pool = device_pool(slot_bytes=max(ends) + 300, budget_bytes=8 << 20, device=device)
-    slots = [acquired(pool) for _ in range(len(counts) + 1)]  # the last slot belongs to no chunk
+    slots = [pool.acquire() for _ in range(len(counts) + 1)]  # the last slot belongs to no chunk
     images = [noise(pool.slot_bytes, 50 + number) for number in range(len(slots))]
     for slot, image in zip(slots, images, strict=True):
         slot.memory.copy_(torch.from_numpy(image))
