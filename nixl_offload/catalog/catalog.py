@@ -7,8 +7,8 @@ is settled. So nothing is overwritten while a rank may still touch it, not even 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Final, Literal, NamedTuple
@@ -29,6 +29,8 @@ NOWHERE: Final = Location(tier=-1, offset=-1, slot_bytes=0)
 """The location of a chunk that is gone. Ranks report FAILED for it, and the request recomputes."""
 NOBODY: Final = LookupContext("")
 
+_KEYS_AT_ONCE: Final = 512
+"""Keys of a prefix that are looked up before it is seen that one of them is missing."""
 _HIT, _PENDING, _RETRY = Lookup.HIT, Lookup.PENDING, Lookup.RETRY
 _READY = State.READY
 
@@ -145,6 +147,10 @@ class Catalog:
         self.moves: Final = Moves(self)
         self.changes: list[Change] = []
         """The changes that ``take_changes`` would return."""
+        self.version = 0
+        """Counts what ``recent`` was given."""
+        self.recent: Final[deque[Collection[Key]]] = deque(maxlen=256)
+        """Chunks whose answers may have changed, the latest last. Changes by other servers are not among them."""
         self._tickets: dict[int, _OpenTicket] = {}
         self._numbers = count(1)
         self._writing_since: tuple[dict[Key, float], ...] = tuple({} for _ in self.tiers)
@@ -199,7 +205,7 @@ class Catalog:
         RETRY if a tier has to look first: it begins at the next ``on_step``, and answers within its own deadline.
         """
         pending = retry = False
-        for position, tier in self._numbered if allowed is None else self._among(allowed):
+        for position, tier in self._among(allowed):
             if pending and tier.state(key) is not _READY:
                 continue  # it will be in a nearer tier before a look here has ended
             answer = tier.lookup(key, context, now_s)
@@ -215,14 +221,25 @@ class Catalog:
             return _PENDING
         return _RETRY if retry else Lookup.MISS
 
-    def where(self, key: Key, allowed: Collection[int] | None = None) -> int | None:
-        """Return the position of the tier that would serve ``key`` now, among those ``allowed``; None: none would."""
-        found = None
-        for position, tier in self._numbered if allowed is None else self._among(allowed):
-            if tier.state(key) is _READY:
-                if tier.in_use:
-                    return position
-                found = position if found is None else found
+    def leading_hits(self, keys: Sequence[Key], allowed: Collection[int] | None = None) -> int:
+        """Return how many of ``keys``, from the first on, can be loaded for sure: slots have them. ``lookup`` says
+        HIT for each; it may do so for the next key, too.
+        """
+        slots = [at for at, tier in self._among(allowed) if isinstance(tier, SlotTier)]
+        for first in range(0, len(keys), _KEYS_AT_ONCE):
+            found = self.where(keys[first : first + _KEYS_AT_ONCE], slots)
+            if None in found:
+                return first + found.index(None)
+        return len(keys)
+
+    def where(self, keys: Sequence[Key], allowed: Collection[int] | None = None) -> list[int | None]:
+        """Return the position of the tier that would serve each key now, among those ``allowed``; None: none would."""
+        found: list[int | None] = [None] * len(keys)
+        for position, tier in sorted(self._among(allowed), key=lambda numbered: not numbered[1].in_use):
+            left = [at for at, place in enumerate(found) if place is None]
+            for at, state in zip(left, tier.states([keys[at] for at in left]), strict=True):
+                if state is _READY:
+                    found[at] = position
         return found
 
     def on_step(self, now_s: float) -> None:
@@ -236,14 +253,6 @@ class Catalog:
         for tier in self.tiers:
             tier.forget_request(request_id)
 
-    def touch(self, keys: Iterable[Key]) -> None:
-        """Mark chunks, in prefix order, as recently used, wherever they are."""
-        backwards = tuple(keys)[::-1]
-        for tier in self.tiers:
-            touch = tier.touch
-            for key in backwards:
-                touch(key)
-
     # What may begin
 
     def reserve(self, keys: Iterable[Key], now_s: float, request_id: str = "") -> StoreTicket | None:
@@ -256,20 +265,18 @@ class Catalog:
         is not evicted to make room for its end. They are also written to farther tiers that lack them.
         """
         keys = tuple(keys)
-        self.touch(keys)
         granted: list[Key] = []
         locations: list[Location] = []
         refused: set[tuple[int, int]] = set()
         is_full = False
         doubtful = tuple(position for position, tier in self._numbered if request_id and tier.doubts(request_id))
-        for key in keys:
-            states = self._states(key, doubtful)
-            copies = states.count(_READY)
-            if copies:
-                if copies < len(states):
-                    self.moves.offer(key, states, now_s)
-                continue
-            if key in self._storing:
+        found = list(zip(keys, self._states(keys, doubtful), strict=True))
+        if ready := [each for each in found if _READY in each[1]]:  # before a reservation can evict them
+            for tier in self.tiers:
+                tier.touch([key for key, _ in reversed(ready)])
+            self.moves.offer(ready, now_s)
+        for key, states in found:
+            if _READY in states or key in self._storing:
                 continue
             if not self._admits(key):
                 self.counts["unstored_chunks", "not_admitted"] += 1
@@ -297,12 +304,11 @@ class Catalog:
         which may be settled long after the load.
         """
         wanted = tuple(keys)
-        locations = []
-        for key in wanted:
-            position = self.where(key, allowed)
-            if position is not None:
-                self.tiers[position].touch(key)
-            locations.append(NOWHERE if position is None else self.tiers[position].pin(key))
+        locations, places = [NOWHERE] * len(wanted), self.where(wanted, allowed)
+        for position in {place for place in places if place is not None}:
+            there = [at for at, place in enumerate(places) if place == position]
+            for at, location in zip(there, self.tiers[position].pin([wanted[at] for at in there]), strict=True):
+                locations[at] = location
         ticket = self._open("load", wanted, locations, now_s)
         slots = self._reserve_promotions(wanted, locations)
         promoted = [(key, slot) for key, slot in zip(wanted, slots, strict=True) if slot is not None]
@@ -341,16 +347,14 @@ class Catalog:
         del self._tickets[ticket]
         failed = {record.keys[position]: outcome for position, outcome in record.failures.items()}
         tiers = tuple(location.tier for location in record.locations)
-        if record.kind == "load":
-            for key, tier in zip(reversed(record.keys), reversed(tiers), strict=True):
-                if tier != NOWHERE.tier:
-                    self.tiers[tier].unpin(key)
-        else:
+        if record.kind != "load":
             self._settle_written(record, now_s)
         for position in sorted({*tiers} - {NOWHERE.tier}):
             keys = [key for key, tier in zip(record.keys, tiers, strict=True) if tier == position]
             among = {key: failed[key] for key in keys if key in failed}
             if record.kind == "load":
+                self._note_recent(keys)
+                self.tiers[position].unpin(reversed(keys))
                 self.note_removed(position, self.tiers[position].after_load(keys, among, now_s))
             else:
                 self.tiers[position].after_store(keys, among, now_s)
@@ -381,32 +385,36 @@ class Catalog:
     def in_flight_stores(self) -> list[tuple[int, Key]]:
         """Return (tier, key) of all chunks being written. At a shutdown a rank may finish one without reporting it."""
         return [
-            (location.tier, key)
-            for record in self._tickets.values()
-            if record.kind != "load"
-            for key, location in zip(record.keys, record.locations, strict=True)
-            if self.tiers[location.tier].state(key) is State.WRITING
+            (position, key)
+            for position, writing in enumerate(self._writing_since)
+            for key in writing
+            if self.tiers[position].state(key) is State.WRITING
         ]
 
     # Inside: what is there
 
-    def _among(self, allowed: Collection[int]) -> list[tuple[int, Tier]]:
-        return [numbered for numbered in self._numbered if numbered[0] in allowed]
+    def _among(self, allowed: Collection[int] | None) -> Sequence[tuple[int, Tier]]:
+        return self._numbered if allowed is None else [each for each in self._numbered if each[0] in allowed]
 
-    def _states(self, key: Key, doubtful: Collection[int]) -> list[State | None]:
-        """Return the state of ``key`` by tier. In ``doubtful`` tiers it counts as WRITING unless it is READY."""
-        states = [tier.state(key) for tier in self.tiers]
-        for position in doubtful:
-            if states[position] is not _READY:
-                states[position] = State.WRITING
-        return states
+    def _states(self, keys: Sequence[Key], doubtful: Collection[int]) -> Iterator[Sequence[State | None]]:
+        """Yield each key's states, by tier. In ``doubtful`` tiers a key counts as WRITING unless it is READY."""
+        states = [tier.states(keys) for tier in self.tiers]
+        for at in doubtful:
+            states[at] = [state if state is _READY else State.WRITING for state in states[at]]
+        return zip(*states, strict=True)
 
     def _may_wait(self, writing_since_s: float, context: LookupContext, now_s: float) -> bool:
         # A prompt's chunks are written one after another, each PENDING in turn: so the request has a limit, too.
         held_since_s = self._held_since.get(context.request_id, now_s) if context.request_id else now_s
         return now_s - min(writing_since_s, held_since_s) <= self._pending_limit_s
 
+    def _note_recent(self, keys: Sequence[Key]) -> None:
+        if keys:
+            self.recent.append(keys)
+            self.version += 1
+
     def _note_change(self, tier: int, keys: Sequence[Key], *, removed: bool) -> None:
+        self._note_recent(keys)
         if keys and self.changes and self.changes[-1][::2] == (tier, removed):
             self.changes[-1].keys.extend(keys)
         elif keys:
@@ -488,38 +496,39 @@ class Catalog:
     ) -> int:
         number = next(self._numbers)
         self._tickets[number] = _OpenTicket(kind, tuple(keys), tuple(locations), self._world_size, moves, doubtful)
+        if kind != "write_through":
+            self._note_recent(self._tickets[number].keys)
         if kind != "load":
             for key, location in zip(keys, locations, strict=True):
                 self._writing_since[location.tier][key] = now_s
         return number
 
     def _settle_written(self, record: _OpenTicket, now_s: float) -> None:
-        ready: list[tuple[int, Key]] = []
-        for at in range(len(record.keys) - 1, -1, -1):
-            key, location, outcome = record.keys[at], record.locations[at], record.failures.get(at)
-            del self._writing_since[location.tier][key]
-            tier, is_ready = self.tiers[location.tier], False
-            if outcome is Outcome.TAINTED:
-                tier.retire(key)
-            elif outcome is not None:
-                tier.abort(key)
-            else:
-                is_ready = tier.commit(key)
-            if is_ready:
-                ready.append((location.tier, key))
+        for position in sorted({location.tier for location in record.locations}):
+            tier, writing = self.tiers[position], self._writing_since[position]
+            here = [at for at in range(len(record.keys) - 1, -1, -1) if record.locations[at].tier == position]
+            for at in here:
+                del writing[record.keys[at]]
+                if (outcome := record.failures.get(at)) is not None:
+                    (tier.retire if outcome is Outcome.TAINTED else tier.abort)(record.keys[at])
+            ready = tier.commit([record.keys[at] for at in here if at not in record.failures])
+            ready.reverse()
+            self._note_change(position, ready, removed=False)
             if record.kind == "store":
-                self._storing.discard(key)
-                self.storing_bytes[location.tier] -= location.slot_bytes
-                self._ended_s[location.tier] = now_s
+                self._storing.difference_update([record.keys[at] for at in here])
+                self.storing_bytes[position] -= sum(record.locations[at].slot_bytes for at in here)
+                self._ended_s[position] = now_s
             elif record.moves:
-                move = record.moves[at]
-                source = self.tiers[move.source.tier]
-                source.unpin(key)
-                if outcome is Outcome.CORRUPT:
-                    self.note_removed(move.source.tier, source.after_load([key], {key: Outcome.CORRUPT}, now_s))
-                self.moves.settled(move, outcome.value if outcome else "ok" if is_ready else "gone", now_s)
-        for position, key in reversed(ready):
-            self._note_change(position, (key,), removed=False)
+                self._settle_moves(record, here, frozenset(ready), now_s)
             if record.kind != "write_through" and self.is_chain:
                 # A chunk promoted from a bucket to memory goes on to the tiers between them, too.
-                self.moves.offer(key, self._states(key, record.doubtful), now_s)
+                self.moves.offer(zip(ready, self._states(ready, record.doubtful), strict=True), now_s)
+
+    def _settle_moves(self, record: _OpenTicket, here: Iterable[int], ready: Set[Key], now_s: float) -> None:
+        for at in here:
+            move, outcome = record.moves[at], record.failures.get(at)
+            source = self.tiers[move.source.tier]
+            source.unpin((move.key,))
+            if outcome is Outcome.CORRUPT:
+                self.note_removed(move.source.tier, source.after_load([move.key], {move.key: outcome}, now_s))
+            self.moves.settled(move, outcome.value if outcome else "ok" if move.key in ready else "gone", now_s)

@@ -10,7 +10,7 @@ A chunk that is offered again, or asked for by another hint, is pending again.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -131,21 +131,23 @@ class Moves:
         """How many moves wait to begin, by target."""
         return tuple(len(pending) for pending in self._pending)
 
-    def offer(self, key: Key, states: Sequence[State | None], now_s: float) -> None:
-        """A chunk was stored, or offered again: queue it for each farther tier that lacks it.
+    def offer(self, chunks: Iterable[tuple[Key, Sequence[State | None]]], now_s: float) -> None:
+        """Chunks were stored, or offered again: queue each for every farther tier that lacks it.
 
-        ``states``: of the chunk, by tier. A tier that is evicting it lacks it, too.
+        With a chunk come its states, by tier. A tier that is evicting it lacks it, too.
         """
-        nearest = states.index(_READY)
-        lacking = [at for at in range(nearest + 1, len(states)) if states[at] is None or states[at] is _EVICTING]
-        for target in lacking:
-            self._enqueue(target, key, _Pending(now_s))
-        if lacking and nearest == self._memory and key not in self._unsaved and _READY not in states[nearest + 1 :]:
-            slot_bytes = self._catalog.slot_bytes(key)
-            if self.unsaved_bytes + slot_bytes <= self._options.unsaved_limit_bytes:
-                self._tiers[self._memory].pin(key)
-                self._unsaved.add(key)
-                self.unsaved_bytes += slot_bytes
+        pending = _Pending(now_s)
+        for key, states in chunks:
+            nearest = states.index(_READY)
+            lacking = [at for at in range(nearest + 1, len(states)) if states[at] is None or states[at] is _EVICTING]
+            for target in lacking:
+                self._enqueue(target, key, pending)
+            if lacking and nearest == self._memory and key not in self._unsaved and _READY not in states[nearest + 1 :]:
+                slot_bytes = self._catalog.slot_bytes(key)
+                if self.unsaved_bytes + slot_bytes <= self._options.unsaved_limit_bytes:
+                    self._tiers[self._memory].pin((key,))
+                    self._unsaved.add(key)
+                    self.unsaved_bytes += slot_bytes
 
     def prefetch(
         self,
@@ -245,7 +247,7 @@ class Moves:
                     prefetch.since_s = now_s
                     if memory.state(key) is None:
                         self._enqueue(self._memory, key, _Pending(now_s, prefetch))
-                    memory.touch(key)
+                    memory.touch((key,))
                 prefetch.next = at + 1
         return looks_left, is_asking, not is_asking
 
@@ -266,8 +268,7 @@ class Moves:
     def _keep_beginning(self, prefetch: _Prefetch) -> None:
         """Once all of a prefix has arrived, let its end be evicted first."""
         if prefetch.is_prefix and prefetch.is_looked_up and not prefetch.moves_left:
-            for key in reversed(prefetch.keys[: prefetch.next]):
-                self._tiers[self._memory].touch(key)
+            self._tiers[self._memory].touch(reversed(prefetch.keys[: prefetch.next]))
 
     # What waits to begin
 
@@ -298,7 +299,7 @@ class Moves:
             if state is not None:
                 over.append((key, ""))
                 continue
-            source = self._catalog.where(key, range(target) if prefetch is None else prefetch.allowed)
+            (source,) = self._catalog.where((key,), range(target) if prefetch is None else prefetch.allowed)
             if source is None or not self._tiers[source].in_use:
                 over.append((key, "gone"))
                 continue
@@ -317,7 +318,7 @@ class Moves:
                 continue
             self.bytes_under_way[target] += slot_bytes
             self._under_way[target].add(key)
-            begun.append(Move(key, self._tiers[source].pin(key), location, prefetch))
+            begun.append(Move(key, self._tiers[source].pin((key,))[0], location, prefetch))
             if len(begun) >= MAX_BEGUN:
                 break
         self._catalog.note_removed(target, evicted)
@@ -360,7 +361,7 @@ class Moves:
         if key in self._unsaved:
             self._unsaved.remove(key)
             self.unsaved_bytes -= self._catalog.slot_bytes(key)
-            self._tiers[self._memory].unpin(key)
+            self._tiers[self._memory].unpin((key,))
 
     def _unpin_if_done(self, key: Key) -> None:
         """Unpin a chunk if no move to a farther tier is pending or under way."""

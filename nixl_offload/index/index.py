@@ -4,7 +4,7 @@ Threading: none. One thread at a time calls the methods: first the one that reop
 I/O, no clock, no logging.
 Memory: about 170 bytes per key, with its slot; a node of 30 TB has one or two million keys
 (docs/decisions/0003-index.md).
-Failure: a method that raises has changed nothing.
+Failure: a method that raises has changed nothing, but for the keys before the one that it names in a list.
 
 A READY and pinned key has readers; a WRITING key has a writer. A key that is dropped while they hold it is EVICTING
 until the last of them is done::
@@ -18,7 +18,7 @@ until the last of them is done::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from heapq import heappop, heappush, heapreplace
@@ -28,11 +28,9 @@ from typing import Final
 from nixl_offload.errors import IndexStateError
 from nixl_offload.types import Key, Location
 
-_DICTS: Final = 128
-"""Dictionaries per slot size, chosen by the highest bits of a key's hash. Small ones are faster: a growing dictionary
-is copied at once, and ``next(iter(...))`` steps over every removed entry."""
-_DICT_SHIFT: Final = 57
-"""``hash(key) >> _DICT_SHIFT`` is -64 to 63. The lowest bits place keys within a dictionary, so they would not do."""
+_DICTS: Final = 256
+"""Dictionaries per slot size, chosen by a key's first byte. Small ones are faster: a growing dictionary is copied at
+once, and ``next(iter(...))`` steps over every removed entry."""
 _OFFSET_BITS: Final = 56
 _OFFSET_MASK: Final = (1 << _OFFSET_BITS) - 1
 
@@ -84,7 +82,7 @@ class _Queue:
 
     def use(self, key: Key, packed: int) -> None:
         """Make a key the most recently used."""
-        number = hash(key) >> _DICT_SHIFT
+        number = key[0]
         self.dicts[number][key] = packed
         if not self._has_head[number]:
             self._has_head[number] = True
@@ -129,7 +127,7 @@ class Index:
 
     def __len__(self) -> int:
         """Number of keys, in any state."""
-        return len(self._held) + sum(len(keys) for queue in self._queues.values() for keys in queue.dicts)
+        return len(self._held) + sum(sum(map(len, queue.dicts)) for queue in self._queues.values())
 
     def __iter__(self) -> Iterator[Key]:
         """Yield all keys, in any state and order. For checks."""
@@ -140,25 +138,36 @@ class Index:
 
     # Questions
 
-    @property
-    def held(self) -> int:
-        """Number of keys that a writer or readers hold. For checks."""
-        return len(self._held)
+    def states(self, keys: Iterable[Key]) -> list[State | None]:
+        """Return the state of each key, None if absent. Does not count as a use (see ``touch``)."""
+        found: list[State | None] = []
+        held, queues, ready = self._held, [queue.dicts for queue in self._queues.values()], State.READY
+        for key in keys:
+            if key in held:
+                found.append(held[key].state)
+                continue
+            for dicts in queues:
+                if key in dicts[key[0]]:
+                    found.append(ready)
+                    break
+            else:
+                found.append(None)
+        return found
 
     def state(self, key: Key) -> State | None:
-        """Return the state of ``key``, None if absent. Does not count as a use (see ``touch``)."""
-        held = self._held.get(key)
-        if held is not None:
-            return held.state
-        return None if self._ready(key) is None else State.READY
+        """Return the state of one key."""
+        return self.states((key,))[0]
 
-    def find(self, key: Key) -> tuple[State, int] | None:
-        """Return state and offset of ``key``, None if absent, in one call: called thousands of times a step."""
+    def find(self, key: Key) -> tuple[State, Location] | None:
+        """Return state and location of ``key``, None if absent."""
         held = self._held.get(key)
         if held is not None:
-            return held.state, held.location.offset
-        ready = self._ready(key)
-        return None if ready is None else (State.READY, ready[1] & _OFFSET_MASK)
+            return held.state, held.location
+        for queue in self._queues.values():
+            packed = queue.dicts[key[0]].get(key)
+            if packed is not None:
+                return State.READY, Location(self._tier, packed & _OFFSET_MASK, queue.slot_bytes)
+        return None
 
     def pins(self, key: Key) -> int:
         """Return the number of pins of ``key``, in any state."""
@@ -167,36 +176,38 @@ class Index:
 
     def location(self, key: Key) -> Location:
         """Return the location of ``key``, in any state. Raises KeyError if absent."""
-        held = self._held.get(key)
-        if held is not None:
-            return held.location
-        ready = self._ready(key)
-        if ready is None:
+        found = self.find(key)
+        if found is None:
             raise KeyError(key)
-        queue, packed = ready
-        return Location(self._tier, packed & _OFFSET_MASK, queue.slot_bytes)
+        return found[1]
 
     # Storing
 
     def insert_writing(self, key: Key, location: Location) -> None:
         """Absent -> WRITING. Raises IndexStateError if the key is here in any state, EVICTING included."""
-        if self.state(key) is not None:
+        if self.find(key) is not None:
             raise self._refusal(key, "inserted")
         self._held[key] = _Held(location)
 
     def insert_ready(self, key: Key, location: Location) -> None:
-        """Absent -> READY, as the most recently used. For reopening. Raises as ``insert_writing``."""
-        if self.state(key) is not None:
+        """Absent or READY -> READY at this location, of the same slot size, as the most recently used. Raises
+        IndexStateError for a key in another state.
+        """
+        held = self._held.get(key)
+        if held is None:
+            self._take(key)
+            self._use(key, location)
+        elif held.state is State.READY:
+            held.location = location
+        else:
             raise self._refusal(key, "inserted")
-        self._use(key, location)
 
-    def commit(self, key: Key) -> Location | None:
-        """WRITING -> READY, returns None. A key that was dropped meanwhile is removed; returns its freed location."""
+    def commit(self, key: Key) -> tuple[Location, bool]:
+        """WRITING -> READY. Returns the location, and False if it is freed: the key was dropped meanwhile."""
         held = self._written(key, "committed")
-        if held.is_dropped:
-            return held.location
-        self._use(key, held.location)
-        return None
+        if not held.is_dropped:
+            self._use(key, held.location)
+        return held.location, not held.is_dropped
 
     def abort(self, key: Key) -> Location:
         """WRITING, or dropped meanwhile -> absent. Returns the freed location."""
@@ -204,49 +215,48 @@ class Index:
 
     # Loading
 
-    def pin(self, key: Key) -> Location:
-        """Forbid eviction of a READY key until a matching ``unpin``; pins are counted. Returns its location."""
-        if self.state(key) is not State.READY:
-            raise self._refusal(key, "pinned")
-        held = self._held.get(key)
-        if held is None:
-            held = self._held[key] = _Held(self._take(key))
-        held.pins += 1
-        return held.location
+    def pin(self, keys: Iterable[Key]) -> list[Location]:
+        """Forbid eviction of READY keys until a matching ``unpin``; pins are counted. Returns their locations."""
+        locations = []
+        for key in keys:
+            held = self._held.get(key)
+            if held is None and (location := self._take(key)) is not None:
+                held = self._held[key] = _Held(location)
+            elif held is None or held.is_dropped or not held.pins:
+                raise self._refusal(key, "pinned")
+            held.pins += 1
+            locations.append(held.location)
+        return locations
 
-    def unpin(self, key: Key) -> Location | None:
-        """Remove one pin. With the last one the key becomes the most recently used.
+    def unpin(self, keys: Iterable[Key]) -> list[Location]:
+        """Remove one pin of each key. With the last one a key becomes the most recently used.
 
-        Returns the freed location if this was the last pin of a dropped key.
+        Returns the freed locations: those of dropped keys that lost their last pin.
         """
-        held = self._held.get(key)
-        if held is None or not held.pins:
-            raise self._refusal(key, "unpinned")
-        held.pins -= 1
-        if held.pins:
-            return None
-        del self._held[key]
-        if held.is_dropped:
-            return held.location
-        self._use(key, held.location)
-        return None
+        freed = []
+        for key in keys:
+            held = self._held.get(key)
+            if held is None or not held.pins:
+                raise self._refusal(key, "unpinned")
+            held.pins -= 1
+            if held.pins:
+                continue
+            del self._held[key]
+            if held.is_dropped:
+                freed.append(held.location)
+            else:
+                self._use(key, held.location)
+        return freed
 
-    def touch(self, key: Key) -> None:
-        """Count a use of a READY key. Ignores keys that are absent or in another state."""
-        ready = self._ready(key)
-        if ready is not None:
-            queue, packed = ready
-            del queue.dicts[hash(key) >> _DICT_SHIFT][key]
-            queue.use(key, next(self._uses) << _OFFSET_BITS | packed & _OFFSET_MASK)
-
-    def renew(self, key: Key, location: Location) -> None:
-        """Give a READY key another location of its slot size, as the most recently used."""
-        held = self._held.get(key)
-        if held is not None:
-            held.location = location
-        else:
-            self._take(key)
-            self._use(key, location)
+    def touch(self, keys: Iterable[Key]) -> None:
+        """Count a use of each READY key, in their order. Ignores keys that are absent or in another state."""
+        queues = list(self._queues.values())
+        for key in keys:
+            for queue in queues:
+                packed = queue.dicts[key[0]].pop(key, None)
+                if packed is not None:
+                    queue.use(key, next(self._uses) << _OFFSET_BITS | packed & _OFFSET_MASK)
+                    break
 
     # Giving up
 
@@ -257,7 +267,8 @@ class Index:
         """
         queue = self._queues.get(slot_bytes)
         key = None if queue is None else queue.oldest()
-        return None if key is None else (key, self._take(key))
+        location = None if key is None else self._take(key)
+        return (key, location) if key is not None and location is not None else None
 
     def drop(self, key: Key) -> Location | None:
         """Make ``key`` a miss, in any state.
@@ -269,28 +280,15 @@ class Index:
         if held is not None:
             held.is_dropped = True
             return None
-        return None if self._ready(key) is None else self._take(key)
+        return self._take(key)
 
-    def clear(self) -> list[Location]:
-        """``drop`` every key. Returns the locations that are still held; all others are free at once.
-
-        Costs microseconds per *held* key.
-        """
+    def clear(self) -> None:
+        """``drop`` every key, in microseconds per *held* key. All other locations are free at once."""
         self._queues = {}
         for held in self._held.values():
             held.is_dropped = True
-        return [held.location for held in self._held.values()]
 
     # Inside
-
-    def _ready(self, key: Key) -> tuple[_Queue, int] | None:
-        """Return the queue of a READY and unpinned key and its packed number there; None in other states."""
-        number = hash(key) >> _DICT_SHIFT
-        for queue in self._queues.values():
-            packed = queue.dicts[number].get(key)
-            if packed is not None:
-                return queue, packed
-        return None
 
     def _use(self, key: Key, location: Location) -> None:
         """Insert a key, absent or just removed, as READY."""
@@ -299,11 +297,13 @@ class Index:
             queue = self._queues[location.slot_bytes] = _Queue(location.slot_bytes)
         queue.use(key, next(self._uses) << _OFFSET_BITS | location.offset)
 
-    def _take(self, key: Key) -> Location:
-        """Remove a READY and unpinned key and return its location."""
-        location = self.location(key)
-        del self._queues[location.slot_bytes].dicts[hash(key) >> _DICT_SHIFT][key]
-        return location
+    def _take(self, key: Key) -> Location | None:
+        """Remove a READY and unpinned key and return its location; None if it is in another state."""
+        for queue in self._queues.values():
+            packed = queue.dicts[key[0]].pop(key, None)
+            if packed is not None:
+                return Location(self._tier, packed & _OFFSET_MASK, queue.slot_bytes)
+        return None
 
     def _written(self, key: Key, to_be: str) -> _Held:
         """Remove and return a key that its writer holds."""

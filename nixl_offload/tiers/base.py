@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from nixl_offload.identity.namespace import Namespace
-from nixl_offload.index import State
+from nixl_offload.index import Index, State
 from nixl_offload.movers.base import FileId, Mover
 from nixl_offload.tiers.breaker import BreakerState
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
@@ -129,9 +129,17 @@ class Tier:
         their last report.
         """
 
+    def __init__(self, index: Index | None = None) -> None:
+        """``index``: of the chunks that the tier knows; None: an empty one."""
+        self._index = Index() if index is None else index
+
+    def states(self, keys: Sequence[Key]) -> list[State | None]:
+        """Return the state of each key in this tier, None if the tier does not know it."""
+        return self._index.states(keys)
+
     def state(self, key: Key) -> State | None:
-        """Return the state of ``key`` in this tier, None if the tier does not know the key."""
-        return None
+        """Return the state of one key."""
+        return self.states((key,))[0]
 
     def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
         """Make ``key`` (now None) WRITING and return its location. Evicts as needed, appending victims to ``evicted``.
@@ -140,25 +148,33 @@ class Tier:
         """
         return None
 
-    def commit(self, key: Key) -> bool:
-        """Make a WRITING chunk READY. False: the chunk was dropped meanwhile, and its location is free now."""
-        return False
+    def commit(self, keys: Iterable[Key]) -> list[Key]:
+        """Make WRITING chunks READY, and return them. The others were dropped meanwhile; their locations are free now.
+
+        In lists of keys here and below, the last is used most recently.
+        """
+        return []
 
     def abort(self, key: Key) -> None:
         """Forget a chunk that is being written, even if it was dropped meanwhile, and free its location."""
 
     def retire(self, key: Key) -> None:
-        """Forget a chunk that is being written. Its location is never used again: late I/O may still write there."""
+        """Forget a chunk that is being written. Its location is never used again: late I/O may still write there. (An
+        object that arrives late is like any other: a load verifies it.)
+        """
+        self.abort(key)
 
-    def pin(self, key: Key) -> Location:
-        """Forbid eviction of a READY chunk and return its location."""
-        raise AssertionError("it has no chunk")
+    def pin(self, keys: Sequence[Key]) -> list[Location]:
+        """Forbid eviction of READY chunks and return their locations."""
+        return self._index.pin(keys)
 
-    def unpin(self, key: Key) -> None:
-        """Take one pin back."""
+    def unpin(self, keys: Iterable[Key]) -> None:
+        """Take one pin of each chunk back. A chunk counts as used when it has none left."""
+        self._index.unpin(keys)
 
-    def touch(self, key: Key) -> None:
-        """Mark a READY chunk as recently used; others are ignored."""
+    def touch(self, keys: Iterable[Key]) -> None:
+        """Mark READY chunks as recently used; others are ignored."""
+        self._index.touch(keys)
 
     def lookup(self, key: Key, context: LookupContext, now_s: float) -> Lookup:
         """Return whether ``key`` can be loaded. RETRY: unknown; ``on_step`` starts a search."""

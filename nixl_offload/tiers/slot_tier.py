@@ -40,7 +40,7 @@ class SlotTier(Tier):
         """
         self._position = position
         self.place = place
-        self._index = Index(position)
+        super().__init__(Index(position))
         self._allocator = allocator
         self._durable = durable
         self._evictions = 0
@@ -62,9 +62,6 @@ class SlotTier(Tier):
         """Always true: only a failing load shows that storage is gone."""
         return True
 
-    def state(self, key: Key) -> State | None:
-        return self._index.state(key)
-
     def lookup(self, key: Key, context: LookupContext, now_s: float) -> Lookup:
         """Return whether ``key`` can be loaded. Nobody else writes here, so the index knows."""
         state = self._index.state(key)
@@ -81,7 +78,7 @@ class SlotTier(Tier):
         stale: list[Location] = []
         for key, offset, slot_bytes, _ in rows:
             location = Location(self._position, offset, slot_bytes)
-            if self._index.state(key) is None and self._allocator.adopt(key, offset, slot_bytes):
+            if key and self._index.state(key) is None and self._allocator.adopt(key, offset, slot_bytes):
                 self._index.insert_ready(key, location)
             else:
                 stale.append(location)
@@ -99,14 +96,17 @@ class SlotTier(Tier):
         self._index.insert_writing(key, location)
         return location
 
-    def commit(self, key: Key) -> bool:
-        freed = self._index.commit(key)
-        if freed is not None:
-            self._free(freed)
-            return False
-        if self._durable is not None:
-            self._durable.put(key, self._index.location(key))
-        return True
+    def commit(self, keys: Iterable[Key]) -> list[Key]:
+        ready = []
+        for key in keys:
+            location, is_ready = self._index.commit(key)
+            if not is_ready:
+                self._free(location)
+                continue
+            ready.append(key)
+            if self._durable is not None:
+                self._durable.put(key, location)
+        return ready
 
     def abort(self, key: Key) -> None:
         self._free(self._index.abort(key))
@@ -119,15 +119,10 @@ class SlotTier(Tier):
         location = self._index.abort(key)
         self._allocator.retire(location.offset, location.slot_bytes)
 
-    def pin(self, key: Key) -> Location:
-        return self._index.pin(key)
-
-    def unpin(self, key: Key) -> None:
-        """Take one pin back. Frees the slot if the chunk was dropped meanwhile."""
-        self._free(self._index.unpin(key))
-
-    def touch(self, key: Key) -> None:
-        self._index.touch(key)
+    def unpin(self, keys: Iterable[Key]) -> None:
+        """Take one pin of each chunk back. Frees the slots of those that were dropped meanwhile."""
+        for location in self._index.unpin(keys):
+            self._free(location)
 
     def drop(self, key: Key) -> None:
         """Never serve this chunk again."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from functools import cached_property
+from itertools import islice
 from typing import Any, Final, cast
 
 from vllm.config import VllmConfig
@@ -19,10 +20,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import Re
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey
+from vllm.v1.kv_offload.base import OffloadingSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.types import Key
 from nixl_offload.vllm.adapters import AdapterName, AdapterTable, adapter_of
 from nixl_offload.vllm.hints import Hints
@@ -35,8 +37,9 @@ from nixl_offload.vllm.vllm_scheduler import AdaptedRequestState, Answer, Mended
 from nixl_offload.vllm.weights_check import Trust, WeightsCheck
 
 ANSWER_S: Final = 0.1
-"""How long a waiting request gets the same answer, without another lookup. Other servers change shared tiers at any
-time."""
+"""How long a waiting request gets the same answer, without another lookup, if other servers change a tier."""
+LOOKUPS_PART: Final = 10
+"""Lookups of requests that wait take at most this part of the time: a tenth."""
 WAIT_ANSWER_S: Final = 0.01
 """The same, for the answer "not yet"."""
 IDLE_STEP_S: Final = 0.0005
@@ -71,6 +74,8 @@ class NixlOffloadScheduler(MendedScheduler):
         """Whether no other connector loads beside ours."""
         self._loads = True
         """Whether ``kv_role`` lets us load."""
+        self._asked_s = 0.0
+        """When the lookup that is under way began."""
         self._steps = 0
         """How many steps were scheduled."""
         self._heard_steps = 0
@@ -153,13 +158,14 @@ class NixlOffloadScheduler(MendedScheduler):
             self._weights.want(time.monotonic())
             if self._weights.trust is Trust.ASKED or self._awaits_ranks(state):
                 return None, False  # the ranks report their weights within a step, and open their tiers within seconds
-        known = notes_of(state.req_context).answer
-        if known is not None and known.question == question and self._holds(known) and request.lora_request is None:
+        known = notes_of(state.req_context).answer if request.lora_request is None else None
+        if known is not None and known.question == question and self._holds(known, state):
             found = known.found
         else:
             found = self._look_up(state, question)
             if found is not None:
-                self._answer(state, question, found, ANSWER_S)
+                is_alone = all(isinstance(tier, SlotTier) for tier in self.offload_manager.catalog.tiers)
+                self._answer(state, question, found, float("inf") if is_alone else ANSWER_S)
         if found is not None:
             self.keep_where_prompts_part(state, num_computed_tokens + found)
         return found, bool(found)
@@ -171,32 +177,37 @@ class NixlOffloadScheduler(MendedScheduler):
             return False
         state.update_offload_keys()
         keys = [key for group in state.group_states for key in cast("list[Key]", group.offload_keys)]
-        return manager.serving.awaits_ranks(key for key in keys if manager.catalog.where(key) is None)
+        return manager.serving.awaits_ranks(key for key in keys if manager.catalog.where((key,)) == [None])
 
-    def _holds(self, known: Answer) -> bool:
+    def _holds(self, known: Answer, state: RequestOffloadState) -> bool:
         """Whether a kept answer still holds, as far as is known without a lookup."""
+        manager, catalog = self.offload_manager, self.offload_manager.catalog
         if time.monotonic() >= known.until_s or self._weights.trust is not Trust.SETTLED:
             return False
         if known.awaited is not None:
             return self.is_being_loaded(known.awaited)
-        return known.version == self.offload_manager.version and known.is_looking <= self.offload_manager.is_looking
+        new = catalog.version - known.seen
+        holds = known.version == manager.version and known.is_looking <= manager.is_looking
+        if not holds or new > len(catalog.recent):
+            return False
+        notes_of(state.req_context).answer = known._replace(seen=catalog.version)
+        return not any(self.concerns(state, keys) for keys in islice(reversed(catalog.recent), new))
 
     def _answer(
-        self,
-        state: RequestOffloadState,
-        question: Question,
-        found: int | None,
-        seconds: float,
-        awaited: OffloadKey | None = None,
+        self, state: RequestOffloadState, question: Question, found: int | None, seconds: float, awaited: Any = None
     ) -> None:
-        """Keep an answer for ``seconds``, or until something changes."""
-        manager, until_s = self.offload_manager, time.monotonic() + seconds
+        """Keep an answer for ``seconds``, or until something changes; longer while many long prompts wait."""
+        manager, now_s = self.offload_manager, time.monotonic()
+        until_s = now_s + max(seconds, LOOKUPS_PART * len(self._waiting) * (now_s - self._asked_s))
         is_looking = found is None and manager.is_looking
-        notes_of(state.req_context).answer = Answer(question, found, until_s, manager.version, is_looking, awaited)
+        notes_of(state.req_context).answer = Answer(
+            question, found, until_s, manager.version, manager.catalog.version, is_looking, awaited
+        )
 
     def _look_up(self, state: RequestOffloadState, question: Question) -> int | None:
         """Return how many tokens are to be loaded; None: not yet."""
         request, computed_tokens, notes = state.req, question.computed_tokens, notes_of(state.req_context)
+        self._asked_s = time.monotonic()
         self._refuse_worthless_keys(state)  # a session may have been given an image since
         if request.lora_request is not None and self._awaits_adapter(state):
             return None
@@ -225,7 +236,7 @@ class NixlOffloadScheduler(MendedScheduler):
     def _tokens_to_load(self, state: RequestOffloadState, computed_tokens: int, found: int) -> int | None:
         """Return how much of a hit of ``found`` tokens to load; None: not decided yet."""
         keys = self.hit_keys(state, computed_tokens + found)[computed_tokens // self.chunk_tokens :] if found else ()
-        tiers = (self.offload_manager.where(key, state.req_context) for key in keys)
+        tiers = self.offload_manager.where(keys, state.req_context)
         return self.offload_manager.decider.tokens_to_load(
             Hit(tiers, computed_tokens, found, self.chunk_tokens, self._windows),
             notes_of(state.req_context).load,
@@ -253,7 +264,7 @@ class NixlOffloadScheduler(MendedScheduler):
             return None
         manager, first_token = self.offload_manager, question.computed_tokens + before_tokens
         left_s = manager.decider.wait_left_s(
-            None if awaited is None else manager.where(awaited),
+            None if awaited is None else manager.where((awaited,))[0],
             state.req.num_tokens - first_token,
             first_token,
             notes_of(state.req_context).load,

@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 STORE_BACKLOG_STAGINGS: Final = 4
 """Stores in flight, per rank, as a multiple of the staging size; beyond it chunks are dropped, not queued."""
 
-_HIT, _VLLM_HIT = Lookup.HIT, LookupResult.HIT
 _ANSWERS: Final = {
+    Lookup.HIT: LookupResult.HIT,
     Lookup.MISS: LookupResult.MISS,
     Lookup.PENDING: LookupResult.HIT_PENDING,
     Lookup.RETRY: LookupResult.RETRY,
@@ -110,7 +110,7 @@ class NixlOffloadManager(OffloadingManager):
         self._parallel = vllm_config.parallel_config
         self._config = config
         self.version = 0
-        """Counts changes that may change answers to lookups. Changes by other servers are not counted."""
+        """Counts changes that may change all answers to lookups. ``Catalog.version`` counts those of single chunks."""
         self.serving = ServingTiers(offloading, config, vllm_config, begin=self._take_namespace, join=self._take_tier)
         self._first: Namespace | None = None
         """The namespace of the start; None: not known yet."""
@@ -179,6 +179,7 @@ class NixlOffloadManager(OffloadingManager):
         )
 
     def _take_namespace(self, namespace: Namespace) -> None:
+        self._changed()
         if self._first is not None:
             counts = self.catalog.counts  # metrics go on
             self._make_catalog()  # the tiers of the old namespace are closed
@@ -215,39 +216,35 @@ class NixlOffloadManager(OffloadingManager):
         notes = notes_of(req_context)
         if self._reopens or not notes.loads or not notes.knows_keys:
             return LookupResult.MISS
-        # Asked thousands of times a step, mostly about hits.
         context = LookupContext(req_context.req_id, req_context.get_offload_key_position(key))
-        answer = self.catalog.lookup(Key(key), time.monotonic(), context, self.allowed_tiers(req_context))
-        return _VLLM_HIT if answer is _HIT else _ANSWERS[answer]
+        return _ANSWERS[self.catalog.lookup(Key(key), time.monotonic(), context, self.allowed_tiers(req_context))]
+
+    def leading_hits(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
+        """Return how many of ``keys``, from the first on, slots have. ``lookup`` says HIT for each."""
+        notes = notes_of(req_context)
+        if self._reopens or not notes.loads or not notes.knows_keys:
+            return 0
+        return self.catalog.leading_hits(cast("Sequence[Key]", keys), self.allowed_tiers(req_context))
 
     def allowed_tiers(self, req_context: ReqContext) -> frozenset[int] | None:
         """Return the tiers that a request may load from, None for all: ``kv_load_tiers`` in its transfer params."""
         chosen = req_context.load_tier_filter
         if chosen is TierFilter.ALL:
             return None
-        notes = notes_of(req_context)
-        if notes.allowed_tiers is None:
-            notes.allowed_tiers = frozenset(
-                at for at, label in enumerate(self._labels) if chosen.allows(label.medium, label.locality)
-            )
-        return notes.allowed_tiers
+        return frozenset(at for at, label in enumerate(self._labels) if chosen.allows(label.medium, label.locality))
 
-    def where(self, key: OffloadKey, req_context: ReqContext | None = None) -> int | None:
-        """Return the tier that would serve a chunk, or None. Without a ``req_context`` all tiers are allowed."""
-        return self.catalog.where(Key(key), None if req_context is None else self.allowed_tiers(req_context))
+    def where(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[int | None]:
+        """Return the tier that would serve each chunk, or None. Without a ``req_context`` all tiers are allowed."""
+        allowed = None if req_context is None else self.allowed_tiers(req_context)
+        return self.catalog.where(cast("Sequence[Key]", keys), allowed)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Return what kind of tier serves a hit."""
-        position = self.where(key, req_context)
+        (position,) = self.where((key,), req_context)
         return CacheHitSource.EXTERNAL_UNSPECIFIED if position is None else self._labels[position].source
-
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Mark chunks as recently used."""
-        self.catalog.touch(cast("Collection[Key]", keys))
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> TicketSpec:
         """Called by vLLM's ``update_state_after_alloc``: pin chunks and return where they are, for the ranks."""
-        self.version += 1
         wanted, notes, now_s = cast("Collection[Key]", keys), notes_of(req_context), time.monotonic()
         ticket = self.catalog.prepare_load(wanted, now_s, self.allowed_tiers(req_context))
         self.decider.begin_load(ticket, notes.load, now_s)
@@ -260,7 +257,7 @@ class NixlOffloadManager(OffloadingManager):
         notes, ticket = notes_of(req_context), None
         if self._slot_bytes and not self._reopens and notes.stores and notes.knows_keys:
             ticket = self.catalog.reserve(cast("Collection[Key]", keys), time.monotonic(), req_context.req_id)
-            self._changed()
+            self.metrics.look_soon()
         ticket = ticket or _NO_STORE
         return PrepareStoreOutput(
             keys_to_store=cast("list[OffloadKey]", list(ticket.keys)),
@@ -283,7 +280,7 @@ class NixlOffloadManager(OffloadingManager):
             moves = self.catalog.begin_moves(time.monotonic())
             self.moves += moves
             if moves or self.catalog.changes:
-                self._changed()
+                self.metrics.look_soon()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget a request's lookups."""
@@ -298,7 +295,7 @@ class NixlOffloadManager(OffloadingManager):
         Returns the chunks that a load did not bring.
         """
         lost: set[OffloadKey] = set()
-        self._changed()
+        self.metrics.look_soon()
         now_s = time.monotonic()
         self.decider.observe_loads(loads)
         for ticket, report in reports.items():
@@ -377,6 +374,6 @@ class NixlOffloadManager(OffloadingManager):
         self.serving.close(self.catalog.in_flight_stores() if self._config.verify != "header" else ())
 
     def _changed(self) -> None:
-        """Note that chunks came or went, or are about to."""
+        """Note that any chunk may have come or gone."""
         self.version += 1
         self.metrics.look_soon()

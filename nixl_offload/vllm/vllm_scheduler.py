@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
@@ -54,6 +54,8 @@ class Answer(NamedTuple):
     until_s: float
     version: int
     """``NixlOffloadManager.version`` at that time."""
+    seen: int
+    """``Catalog.version`` when it last held."""
     is_looking: bool
     """Whether some tier was looking. Once none is, the answer no longer holds."""
     awaited: OffloadKey | None
@@ -73,8 +75,6 @@ class RequestNotes:
     knows_keys: bool = True
     """Whether the keys stand for what was, or will be, computed; False while an adapter's content is not known: the
     request is neither stored nor loaded."""
-    allowed_tiers: frozenset[int] | None = None
-    """Positions of the tiers that ``kv_load_tiers`` allows. None: no restriction, or not computed yet."""
     load: LoadNotes = field(default_factory=LoadNotes)
     looked_up_tokens: int = 0
     """Tokens asked for in the latest lookup, which is counted once the request is scheduled; 0: it was counted."""
@@ -176,6 +176,10 @@ class MendedScheduler(OffloadingConnectorScheduler):
         tokens = self._partial_tail_key_tokens(config, end)
         tail = self._make_boundary_key(state.req, config.group_idx, tokens, state.req_context)
         return [*keys[: end // config.tokens_per_chunk], tail]
+
+    def concerns(self, state: RequestOffloadState, keys: Iterable[bytes]) -> bool:
+        """Whether any of ``keys`` is the request's."""
+        return not state.req_context._offload_key_positions.keys().isdisjoint(keys)
 
     def is_being_loaded(self, key: OffloadKey) -> bool:
         """Whether some request is loading the chunk."""
@@ -317,6 +321,16 @@ class MendedScheduler(OffloadingConnectorScheduler):
             for at in self._full_attention_groups:
                 group, chunk_tokens = state.group_states[at], self.config.kv_group_configs[at].tokens_per_chunk
                 group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, loaded_tokens // chunk_tokens)
+
+    def _maximal_prefix_lookup(self, keys: Iterable[OffloadKey], req_context: ReqContext, *where: Any) -> int | None:
+        """As vLLM's, which asks key by key, but with one question for the hits that are sure."""
+        keys, (request, config, first) = list(keys), where
+        hits: int = cast("Any", self.manager).leading_hits(keys, req_context)
+        if self._events_tracker.self_describing_enabled:
+            for at, key in enumerate(keys[:hits], first):
+                self._events_tracker.record_lookup(request, config, at, key)
+        more = super()._maximal_prefix_lookup(keys[hits:], req_context, request, config, first + hits)
+        return None if more is None else hits + more
 
     def _make_boundary_key(
         self, request: Request, group_idx: int, boundary_tokens: int, req_context: ReqContext

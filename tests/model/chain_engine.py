@@ -182,9 +182,9 @@ def check_nothing_is_held(engine: Engine) -> None:
     assert engine.catalog.moves.unsaved_bytes == 0
     assert not any(engine.catalog.moves.pending)
     for tier in engine.slots.values():
-        assert tier._index.held == 0, "a pin or a place is left"
+        assert len(tier._index._held) == 0, "a pin or a place is left"
     for shared in engine.shared:
-        assert shared._presence.held == 0, "a pin or a reservation is left"
+        assert len(shared._presence._held) == 0, "a pin or a reservation is left"
 
 
 def check_slab(engine: Engine, position: int, tier: SlotTier) -> None:

@@ -83,7 +83,7 @@ class ChainRig:
             if answers[-1] is Lookup.HIT:
                 nearest = self.engine.nearest(key, allowed)
                 assert nearest is not None
-                assert self.engine.catalog.where(key, allowed) == nearest
+                assert self.engine.catalog.where((key,), allowed) == [nearest]
             elif answers[-1] is Lookup.MISS:
                 break
         return answers

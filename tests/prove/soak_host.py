@@ -20,7 +20,7 @@ class SoakHost(EngineHost):
         """Return what is held: with nothing under way, all of it is to be 0. And what libraries have from malloc."""
         half = self._llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler
         catalog = half.offload_manager.catalog
-        pinned = sum(tier._index.held for tier in catalog.tiers if isinstance(tier, SlotTier))
+        pinned = sum(len(tier._index._held) for tier in catalog.tiers if isinstance(tier, SlotTier))
         gc.collect()
         mallinfo2 = ctypes.CDLL(None).mallinfo2
         mallinfo2.restype = _Heap

@@ -180,7 +180,7 @@ class Chain:
 
     def held(self) -> int:
         """Return how many chunks are in use, in all tiers."""
-        return sum(tier._index.held if isinstance(tier, SlotTier) else tier._presence.held for tier in self.tiers)
+        return sum(len(tier._index._held) for tier in self.tiers)
 
     def told(self, target: int) -> dict[str, int]:
         """Return the outcomes of writes to a tier."""

@@ -118,7 +118,7 @@ class StoredSlab:
             for rank in range(RANKS):
                 self.slab(rank).touch()
                 self.damage(number, rank, 0, bytes(image(self.namespace, number, rank)))
-            tier.commit(key(number))
+            tier.commit((key(number),))
         assert tier._durable.flush(20.0)
 
     def close(self) -> None:

@@ -55,7 +55,7 @@ def test_a_prefix_is_evicted_from_its_end(alone: Chain, used: str) -> None:
     if used == "loaded":
         alone.load(1, 2, 3, 4)
     if used == "touched":
-        alone.catalog.touch(keys(1, 2, 3, 4))
+        alone.tiers[0].touch(keys(4, 3, 2, 1))
     alone.store(8, 9)
     assert ask(alone, 1, 2, 3, 4) == [HIT, HIT, MISS, MISS]
 

@@ -68,7 +68,7 @@ class Stored:
             assert ok([rig.store(CHUNKS, SLAB), rig.store(CHUNKS, TREE)])
             rig.close()
         for number in CHUNKS:
-            tier.commit(key(number))
+            tier.commit((key(number),))
         tier.close()
         store = TreeStore(str(self.tree))
         put_manifest(store, space)
@@ -140,6 +140,6 @@ def test_a_slab_of_other_stages_is_not_taken_for_ones_own(tmp_path: Path, stages
         found.append(len(tier))
         if not len(tier):
             assert tier.reserve(key(1), size_bytes, []) is not None
-            tier.commit(key(1))
+            tier.commit((key(1),))
         tier.close()
     assert found == [0, 0, 1 if len(stages) == 2 else 0]

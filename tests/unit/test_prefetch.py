@@ -85,7 +85,7 @@ def test_a_prefetched_prefix_is_touched_once(make: MakeChain, monkeypatch: pytes
     foretell(chain, *range(1, 25))
     touched: list[Key] = []
     for tier in chain.tiers:
-        monkeypatch.setattr(tier, "touch", touched.append)
+        monkeypatch.setattr(tier, "touch", touched.extend)
     assert len(list(iter_begun(chain))) == 12
     assert touched == [*keys(*range(1, 13)), *keys(*range(12, 0, -1))], "as it was looked up, and when all has come"
 

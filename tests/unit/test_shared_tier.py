@@ -72,15 +72,15 @@ def _store(rig: Rig, *keys: Key) -> None:
     for key in keys:
         assert rig.tier.reserve(key, SLOT, []) == Location(0, 0, SLOT)
         rig.put(key)
-        assert rig.tier.commit(key)
+        assert rig.tier.commit((key,))
     rig.tier.after_store(keys, {}, rig.now())
 
 
 def _load(rig: Rig, *keys: Key, failed: dict[Key, Outcome] | None = None) -> list[Key]:
     for key in keys:
-        rig.tier.pin(key)
+        rig.tier.pin((key,))
     for key in keys:
-        rig.tier.unpin(key)
+        rig.tier.unpin((key,))
     return rig.tier.after_load(keys, failed or {}, rig.now())
 
 
@@ -159,7 +159,7 @@ def test_a_chunk_that_a_rank_could_not_store_is_absent_for_a_while(make: MakeRig
         assert rig.tier.reserve(key, SLOT, []) is not None
     rig.put(keys[0], ranks=[0])
     (rig.tier.retire if outcome is Outcome.TAINTED else rig.tier.abort)(keys[0])
-    assert rig.tier.commit(keys[1])
+    assert rig.tier.commit([keys[1]])
     rig.tier.after_store(keys, {keys[0]: outcome}, rig.now())
     assert rig.hits("a", keys) == 0
     assert rig.tier.state(keys[0]) is None, "it may be stored again"
@@ -463,7 +463,7 @@ def test_an_answer_older_than_a_store_does_not_undo_it(make: MakeRig, store: Mem
     while not store.names("head"):
         time.sleep(0.001)
     assert rig.tier.reserve(key, SLOT, []) is not None
-    assert rig.tier.commit(key)
+    assert rig.tier.commit((key,))
     rig.tier.after_store([key], {}, rig.now())
     gate.open()
     rig.settle()
@@ -476,9 +476,9 @@ def test_after_a_reset_only_what_was_stored_since_counts_each_looked_at_itself(
     rig, keys = make(), keys_of(60)
     rig.put(*keys)
     assert rig.hits("a", keys) == 60
-    rig.tier.pin(keys[0])
+    rig.tier.pin([keys[0]])
     rig.tier.clear()
-    rig.tier.unpin(keys[0])
+    rig.tier.unpin([keys[0]])
     assert len(store.objects) >= 60, "the others' cache stays"
     assert rig.hits("b", keys) == 0
     _store(rig, keys[0])
@@ -488,7 +488,7 @@ def test_after_a_reset_only_what_was_stored_since_counts_each_looked_at_itself(
         rig.put(key, age_s=-400.0)
     rig.ahead_s = 400.0
     assert rig.hits("d", keys) == 30
-    assert rig.tier._presence.held == 0
+    assert len(rig.tier._presence._held) == 0
 
 
 # Ranks whose shards have other sizes, or none: uneven pipeline stages

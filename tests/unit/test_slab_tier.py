@@ -87,7 +87,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 def store(tier: SlabTier, number: int) -> Location:
     location = tier.reserve(key(number), SLOT, [])
     assert location is not None
-    tier.commit(key(number))
+    tier.commit((key(number),))
     return location
 
 
@@ -117,15 +117,15 @@ def test_a_restart_finds_what_was_stored_and_a_reset_forgets_all_of_it(server: S
     places = [store(tier, number) for number in range(4)]
     tier.close()
     tier = server.tier()
-    assert [tier.pin(key(number)) for number in range(4)] == places
-    tier.unpin(key(0))
+    assert tier.pin([key(number) for number in range(4)]) == places
+    tier.unpin((key(0),))
     tier.reserve(key(8), SLOT, [])
     tier.clear()
     assert tier.state(key(1)) is State.EVICTING
     assert store(tier, 9) == places[0], "the one slot that nobody held is free at once, the held ones are not"
     for number in (1, 2, 3):
-        tier.unpin(key(number))
-    assert not tier.commit(key(8))
+        tier.unpin((key(number),))
+    assert not tier.commit((key(8),))
     assert len(tier) == 1
     tier.close()
     tier = server.tier()
@@ -145,8 +145,8 @@ def test_what_was_being_written_at_shutdown_is_found_again(server: Server) -> No
     tier.close([key(1)])
     tier = server.tier()
     assert [tier.state(key(number)) for number in range(1, 5)] == [State.READY, None, None, None]
-    assert tier.pin(key(1)) == kept
-    tier.unpin(key(1))
+    assert tier.pin((key(1),)) == [kept]
+    tier.unpin((key(1),))
     tier.reserve(key(5), SLOT, [])
     tier.clear()
     tier.close([key(5)])
@@ -242,7 +242,7 @@ def test_chunks_are_evicted_where_others_have_filled_the_drive(server: Server) -
             look(tier, rank.now_s)
             assert rank.link.trouble == "full"
             return None
-        tier.commit(new)
+        tier.commit((new,))
         return location.offset, evicted
 
     with mounted(server.path, "size=64m"):

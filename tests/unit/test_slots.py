@@ -259,7 +259,7 @@ def store(tier: MemoryTier, key: Key, slot_bytes: int = SLOT) -> tuple[Location 
     evicted: list[Key] = []
     location = tier.reserve(key, slot_bytes, evicted)
     if location is not None:
-        assert tier.commit(key)
+        assert tier.commit((key,))
     return location, evicted
 
 
@@ -291,14 +291,14 @@ def test_what_is_pinned_keeps_its_slot_though_another_size_needs_the_extent() ->
     while not evicted:  # until all extents are lent to the small size
         small.append(key_of(len(small)))
         assert tier.reserve(small[-1], PAGE, evicted) is not None
-        tier.commit(small[-1])
+        tier.commit(small[-1:])
     held = [key for key in small if tier.state(key) is State.READY]
     for key in held:
-        tier.pin(key)
+        tier.pin((key,))
     assert store(tier, key_of(0, group=1), 3 * PAGE) == (None, [])
     assert {tier.state(key) for key in held} == {State.READY}
     for key in held:
-        tier.unpin(key)
+        tier.unpin((key,))
     location, given_up = store(tier, key_of(0, group=1), 3 * PAGE)
     assert location is not None
     assert given_up

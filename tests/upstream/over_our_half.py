@@ -19,7 +19,7 @@ _VERSIONS = count()
 class MockedManager:
     """Answers what our half asks beyond vLLM's contract as if there were nothing to add; hands on the rest."""
 
-    catalog = SimpleNamespace(changes=[()])
+    catalog = SimpleNamespace(changes=[()], version=0, recent=(), tiers=())
     metrics = SimpleNamespace(worked=lambda *_: None, looked_up=lambda *_: None)
     decider = SimpleNamespace(
         prefill=SimpleNamespace(scheduled=lambda *_: None, ended=lambda *_: None),
@@ -46,7 +46,11 @@ class MockedManager:
         return getattr(self._manager, name)
 
     def take_ranks(self, ranks: Any) -> None: ...
-    def where(self, key: Any, req_context: Any = None) -> None: ...
+    def leading_hits(self, keys: Any, req_context: Any) -> int:
+        return 0
+
+    def where(self, keys: Any, req_context: Any = None) -> list[None]:
+        return [None] * len(keys)
 
     def has_pending_work(self) -> bool:
         return False

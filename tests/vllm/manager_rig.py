@@ -401,5 +401,5 @@ class Matching(Rig):
         stats = self.scheduler.get_stats()
         if stats is None:
             return 0
-        observed: dict[Any, list[float]] = stats.data["data"]["vllm:kv_offload_lookup_sync_delay_seconds"]
-        return len(observed[()])
+        observed: dict[Any, list[float]] = stats.data["data"].get("vllm:kv_offload_lookup_sync_delay_seconds", {})
+        return len(observed.get((), []))

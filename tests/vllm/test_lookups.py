@@ -76,12 +76,15 @@ def test_a_request_that_waits_for_room_is_looked_up_again_when_something_has_cha
     asked.report(store.ticket)
     asked.lookups()
     assert ask() == ((4 * CHUNK_TOKENS, True), 1)
+    asked.store(99)
+    assert ask() == ((4 * CHUNK_TOKENS, True), 0), "that is no chunk of the request"
     asked.manager.prepare_load(asked.chunks[:1], manager_rig.request("loads"))
     assert ask() == ((4 * CHUNK_TOKENS, True), 1)
     asked.allocate("request", [], loaded_tokens=0)
     assert ask() == ((4 * CHUNK_TOKENS, True), 1)
     with monkeypatch.context() as patched:
-        patched.setattr(connector_scheduler, "ANSWER_S", 0.0)
+        for name, value in {"SlotTier": int, "ANSWER_S": 0.0, "LOOKUPS_PART": 0.0}.items():
+            patched.setattr(connector_scheduler, name, value)
         assert ask(0, 2 * CHUNK_TOKENS) == ((2 * CHUNK_TOKENS, True), 1)
     assert ask(0, 2 * CHUNK_TOKENS) == ((2 * CHUNK_TOKENS, True), 1), "what others write may have come meanwhile"
     assert ask(0, 2 * CHUNK_TOKENS) == ((2 * CHUNK_TOKENS, True), 0)

@@ -44,8 +44,8 @@ class Presence(Index):
         found = self.find(key)
         if found is None:
             return None, False
-        state, until_us = found
-        return state, state is _READY and now_s * 1e6 < until_us
+        state, location = found
+        return state, state is _READY and now_s * 1e6 < location.offset
 
     def seen_since(self, key: Key, then_s: float) -> bool:
         """Whether ``key`` was seen or stored at ``then_s`` or later, or is WRITING or EVICTING.
@@ -53,7 +53,7 @@ class Presence(Index):
         False, too, for a chunk that was to expire within ``present_for_s`` when it was seen.
         """
         found = self.find(key)
-        return found is not None and (found[0] is not _READY or found[1] >= (then_s + self._present_for_s) * 1e6)
+        return found is not None and (found[0] is not _READY or found[1].offset >= (then_s + self._present_for_s) * 1e6)
 
     def is_absent(self, key: Key, now_s: float) -> bool:
         """Whether ``key`` was found to be absent within the last ``absent_for_s``."""
@@ -69,10 +69,8 @@ class Presence(Index):
         """Mark an existing ``key`` READY. Keys that are WRITING or EVICTING keep their state."""
         self._absent.pop(key, None)
         state = self.state(key)
-        if state is None and self._has_room():
+        if state is _READY or (state is None and self._has_room()):
             self.insert_ready(key, self._fresh(now_s, expires_s))
-        elif state is _READY:
-            self.renew(key, self._fresh(now_s, expires_s))
 
     def missed(self, key: Key, now_s: float) -> bool:
         """Mark ``key`` absent for ``absent_for_s``. True: it was READY, and is dropped."""
@@ -101,15 +99,15 @@ class Presence(Index):
 
     def stored(self, key: Key, now_s: float, expires_s: float) -> bool:
         """WRITING -> READY, seen now. False: it was dropped meanwhile, and is forgotten."""
-        if self.commit(key) is not None:
+        if not self.commit(key)[1]:
             return False
-        self.renew(key, self._fresh(now_s, expires_s))
+        self.insert_ready(key, self._fresh(now_s, expires_s))
         return True
 
-    def clear(self) -> list[Location]:
+    def clear(self) -> None:
         """Forget everything. Keys in use are EVICTING until their holders release them."""
         self._absent.clear()
-        return super().clear()
+        super().clear()
 
     def _fresh(self, now_s: float, expires_s: float) -> Location:
         return Location(0, max(0, math.ceil(min(now_s + self._present_for_s, expires_s) * 1e6)), _SLOT_BYTES)

@@ -97,6 +97,7 @@ class SharedTier(Tier):
             absent_for_s=lookup.absent_for_s,
             max_keys=max_keys,
         )
+        super().__init__(self._presence)
         self._lookups = Lookups(lookup.timeout_s)
         self._reach = Breaker(name, flap_window_s=FLAP_WINDOW_S)
         """Whether the storage answers questions. While it is not closed, one question at a time is sent, as a trial."""
@@ -126,9 +127,6 @@ class SharedTier(Tier):
             self._prober.do(partial(self._time_reads, reads_at_once), self._on_timed)
 
     # Questions of the catalog
-
-    def state(self, key: Key) -> State | None:
-        return self._presence.state(key)
 
     def lookup(self, key: Key, context: LookupContext, now_s: float) -> Lookup:
         """Return whether ``key`` can be loaded; MISS for everything while the tier is disabled."""
@@ -193,16 +191,12 @@ class SharedTier(Tier):
             return None
         return Location(self._position, 0, slot_bytes)
 
-    def commit(self, key: Key) -> bool:
-        """Make a WRITING chunk READY. False: everything was forgotten meanwhile."""
+    def commit(self, keys: Iterable[Key]) -> list[Key]:
+        """Make WRITING chunks READY, and return them; none if everything was forgotten meanwhile."""
         now_s = self._clock()
-        return self._presence.stored(key, now_s, now_s + (self._ttl_s or math.inf))
+        return [key for key in keys if self._presence.stored(key, now_s, now_s + (self._ttl_s or math.inf))]
 
     def abort(self, key: Key) -> None:
-        self._presence.abort(key)
-
-    def retire(self, key: Key) -> None:
-        """Forget a WRITING chunk. A shard that arrives later is an object like any other: a load verifies it."""
         self._presence.abort(key)
 
     def after_store(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
@@ -214,16 +208,10 @@ class SharedTier(Tier):
 
     # Loading
 
-    def pin(self, key: Key) -> Location:
-        """Keep a READY chunk while it is loaded, and return its location."""
-        self._presence.pin(key)
-        return Location(self._position, 0, self._namespace.slot_bytes(key_group(key)))
-
-    def unpin(self, key: Key) -> None:
-        self._presence.unpin(key)
-
-    def touch(self, key: Key) -> None:
-        self._presence.touch(key)
+    def pin(self, keys: Sequence[Key]) -> list[Location]:
+        """Keep READY chunks while they are loaded, and return their locations."""
+        self._presence.pin(keys)
+        return [Location(self._position, 0, self._namespace.slot_bytes(key_group(key))) for key in keys]
 
     def after_load(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
         """Chunks that did not arrive or are damaged count as absent, so they are computed and stored. Returns them."""

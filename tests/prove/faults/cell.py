@@ -496,7 +496,7 @@ class FaultCell:
         troubles = [[status.trouble for status in rank.chain.statuses()] for rank in server.ranks]
         storing_bytes = server.catalog.storing_bytes
         said = f"{dict(came)}; room for {server.room}; {storing_bytes} bytes being stored; {troubles}"
-        slots = f"; {tier.statistics()}, {tier._index.held} held" if isinstance(tier, SlotTier) else ""
+        slots = f"; {tier.statistics()}, {len(tier._index._held)} held" if isinstance(tier, SlotTier) else ""
         self.found_dead(f"no chunk is stored and served again, but {said}{slots}")
 
 

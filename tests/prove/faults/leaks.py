@@ -106,10 +106,8 @@ def _held(server: Server) -> list[str]:
     for position, tier in server.opened.items():
         if isinstance(tier, SlotTier):
             check_slots(tier)
-            if tier._index.held:
-                found.append(f"tier {position}: {tier._index.held} chunks are held")
-        elif isinstance(tier, SharedTier) and tier._presence.held:
-            found.append(f"tier {position}: {tier._presence.held} beliefs are held")
+        if held := len(tier._index._held):
+            found.append(f"tier {position}: {held} chunks are held")
     stored, moves = server.catalog.storing_bytes, server.catalog.moves
     if any((moves.unsaved_bytes, *stored, *moves.bytes_under_way)):
         found.append(f"bytes stored {stored}, moved {moves.bytes_under_way}, unsaved {moves.unsaved_bytes}")
