@@ -71,13 +71,13 @@ def faulty(*faults: Fault) -> FaultyMover:
 
 
 class HangingSlab(SlabFile):
-    """Its checks and allocations hang while ``hang`` is set, and with them the pump."""
+    """Its checks and allocations hang while ``hang`` is set; so does the pump."""
 
     hang: threading.Event | None = None
 
-    def check(self) -> None:
+    def check(self) -> int:
         self._wait()
-        super().check()
+        return super().check()
 
     def ensure(self, offset: int, length_bytes: int) -> Generator[None, None, None]:
         self._wait()
