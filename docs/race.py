@@ -44,8 +44,8 @@ def draw(rows: dict[str, dict[str, list[Run]]]) -> None:
         len(rows), figsize=(7.5, 0.22 * sum(heights)), layout="constrained", squeeze=False, height_ratios=heights
     )
     for panel, (row, sides) in zip(panels[:, 0], rows.items(), strict=True):
-        base = sides.get(BASE) or next(iter(sides.values()))
-        found = {side: ratio(runs, base) for side, runs in sides.items() if runs is not base}
+        base = BASE if BASE in sides else best_peer(sides) or next(iter(sides))
+        found = {side: ratio(runs, sides[base]) for side, runs in sides.items() if side != base}
         order = sorted(found, key=lambda side: found[side].mean)
         for at, side in enumerate(order):
             mean, low, high = found[side]
@@ -57,7 +57,7 @@ def draw(rows: dict[str, dict[str, list[Run]]]) -> None:
         panel.tick_params(axis="x", labelsize=7)
         panel.invert_yaxis()
         panel.margins(y=0.15)
-        panel.set_title(f"{row}: TTFT of later requests, no connector = 1", fontsize=8, loc="left")
+        panel.set_title(f"{row}: TTFT of later requests, {base} = 1", fontsize=8, loc="left")
     figure.savefig(PICTURE, metadata={"Date": None})
 
 

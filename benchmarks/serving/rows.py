@@ -54,14 +54,14 @@ class Plan:
 
 
 CHAT = Plan(Spec())
-DOCUMENTS = Spec(sessions=60, tokens=50, document_tokens=2000)
+DOCUMENTS = Spec(40, 4, 50, document_tokens=2000)
 LONG = Plan(Spec(8, 2, 50, document_tokens=32_000, think_s=10.0), MEMORY, 0.4, 3.0, shape=THIRTY_SECOND)
 ROWS = {
     "memory-half": replace(CHAT, memory=0.5),
     "memory-same": CHAT,
     "memory-double": replace(CHAT, memory=2.0),
     "memory-all": replace(CHAT, memory=6.0),
-    "documents": Plan(DOCUMENTS, gpu_share=8 / 60, memory=30 / 8),
+    "documents": Plan(DOCUMENTS, gpu_share=8 / 40, memory=30 / 8),
     "32k": LONG,
     "128k": replace(LONG, workload=Spec(4, 2, 50, document_tokens=128_000, think_s=30.0)),
     "restart": replace(CHAT, sides=FILES, is_filled=True),
