@@ -28,7 +28,7 @@ from vllm.model_executor.layers.attention import Attention
 
 from benchmarks.serving.model import ARCHITECTURE, RATE, VOCABULARY, Pace
 from nixl_offload.engine import paths
-from nixl_offload.engine.packer import HostPacker, Parts, Sources, Summed
+from nixl_offload.engine.packer import HostPacker, Parts, Summed
 from nixl_offload.engine.streams import Fence
 
 POLL_S = 0.0002
@@ -138,13 +138,12 @@ class ClockedPacker(HostPacker):
         self._out, self._in = CopyEngine(), CopyEngine()
 
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> Summed:
-        payloads = [rows for _, rows in parts if isinstance(rows, np.ndarray)]
-        return Summed(self._out.start(self._plan(group, parts)), payloads)
+        return Summed(self._out.start(self._plan(group, parts)), [rows for _, rows in parts])
 
-    def scatter_many(self, group: int, parts: Sources, fence: Fence) -> Fence:
+    def scatter_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
         return self._in.start(self._plan(group, parts))
 
-    def _plan(self, group: int, parts: Sources) -> Plan:
+    def _plan(self, group: int, parts: Parts) -> Plan:
         ids = np.concatenate([block_ids for block_ids, _ in parts]).astype(np.int64)
         return np.stack([ids, ids, np.full(len(ids), self.block_bytes[group])], axis=1)
 
