@@ -9,7 +9,7 @@ bytes, 32 KiB: copying and checksumming it takes a few microseconds, and what is
 Two figures, each the median over rounds:
 
 - **µs per chunk**: CPU time of every Python thread of the process, over a run of jobs one after the other. Of the
-  caller's thread only what ``submit_*`` and ``take_finished`` take; it asks every 2 ms, as steps would. An upper bound
+  caller's thread only what ``submit_*`` and ``finished`` take; it asks every 2 ms, as steps would. An upper bound
   of the time that holds the interpreter, as copies and system calls let go of it.
 - **late**: how late another thread that wakes every millisecond gets the interpreter, in microseconds: the median and
   the 99th percentile. It includes what the kernel's timer is late.
@@ -105,7 +105,7 @@ class Rank:
 
         def ask() -> list[Any]:
             began_s = time.thread_time()
-            finished = self._worker.take_finished()
+            finished = self._worker.engine.finished()
             cpu_s.append(time.thread_time() - began_s)
             return finished
 

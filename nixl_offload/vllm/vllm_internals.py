@@ -78,15 +78,6 @@ def store_on_every_rank(worker: OffloadingConnectorWorker) -> None:
     worker._is_store_writer = True
 
 
-def submit_deferred_stores(worker: OffloadingConnectorWorker) -> None:
-    """Submit now the stores that vLLM leaves for the beginning of the next step."""
-    jobs = list(worker._unsubmitted_store_jobs)
-    worker._unsubmitted_store_jobs.clear()
-    for job_id, blocks, ticket in jobs:
-        assert worker.worker is not None
-        worker.worker.submit_store(job_id, blocks, ticket)
-
-
 def pop_loading_request(worker: OffloadingConnectorWorker, job_id: int) -> str | None:
     """Return the request that a job loads for, once; None: the job is a store."""
     return worker._load_jobs.pop(job_id, None)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingSpec, OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.config import OffloadingConfig
@@ -57,7 +58,6 @@ from nixl_offload.vllm.vllm_internals import (
     models_of_worker,
     pop_loading_request,
     store_on_every_rank,
-    submit_deferred_stores,
     watch_adapters,
 )
 
@@ -130,8 +130,8 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
     def sleep(self) -> None:
         """Finish all jobs and release KV memory. Raises as ``NixlOffloadingWorker.sleep``."""
         if self.worker is not None:
-            # Stores that the last step left for the next one, when their blocks would be gone.
-            submit_deferred_stores(self)
+            # Submits the stores that the last step left for the next one, when their blocks would be gone.
+            self.handle_preemptions(OffloadingConnectorMetadata({}, {}, set()))
             self.worker.sleep()
 
     def wake_up(self) -> None:
@@ -171,7 +171,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         failed: set[str] = set()
         worker = self.rank_worker
         if worker.has_news:
-            jobs, tickets = worker.take_finished(), worker.take_tickets()
+            jobs, tickets = worker.engine.finished(), worker.take_tickets()
             for job in jobs:
                 request, has_failed = self._report_job(job)
                 if request is not None:
@@ -180,7 +180,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
                         failed.add(request)
             for ticket, failures in tickets.items():
                 self._news().tickets[ticket] = TicketReport(1, failures)
-            if status := worker.take_status():
+            if status := worker.take_status(at_once=bool(jobs or tickets)):
                 self._news().ranks.update(status)
         return KVConnectorTransferResults(set(), received, failed)
 
@@ -353,7 +353,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         return True
 
     def _submit(self, job_id: int, spec: TicketSpec, blocks: GPULoadStoreSpec) -> None:
-        """Queue vLLM's job for its KV ``blocks``. ``take_finished`` reports its end, ``take_tickets`` that of a load's
+        """Queue vLLM's job for its KV ``blocks``. The engine reports its end, ``take_tickets`` that of a load's
         promotions. All chunks are DROPPED if this rank has since loaded other content for the adapter.
         """
         self._look_s = 0.0
@@ -386,18 +386,15 @@ class NixlOffloadingWorker(OffloadingWorker):
 
     def take_tickets(self) -> dict[int, dict[int, Outcome]]:
         """Return how promotions and write-throughs ended since the last call: ticket -> failures by position."""
-        ended = {result.job_id: _failures_of(result.outcomes) for result in self.engine.finished_tickets()}
-        if ended:
-            self._look_s = 0.0
-        return ended
+        return {result.job_id: _failures_of(result.outcomes) for result in self.engine.finished_tickets()}
 
-    def take_status(self) -> dict[int, RankStatus]:
+    def take_status(self, *, at_once: bool = False) -> dict[int, RankStatus]:
         """Return this rank's status, by its number; empty if that has not changed since the last call.
 
-        Called in every step: a change that came with no job is reported ``STATUS_EVERY_S`` late.
+        Called in every step: a change that came with no job is reported ``STATUS_EVERY_S`` late, unless ``at_once``.
         """
         now_s = time.monotonic()
-        if now_s < self._look_s:
+        if now_s < self._look_s and not at_once:
             return {}
         self._look_s = now_s + (OPENING_EVERY_S if self._tiers.is_opening else STATUS_EVERY_S)
         self._tiers.take_opened()
@@ -418,15 +415,8 @@ class NixlOffloadingWorker(OffloadingWorker):
         """Whether a ``take_`` method may have news. Quick: asked after each forward pass."""
         return self.engine.has_jobs or time.monotonic() >= self._look_s
 
-    def take_finished(self) -> list[Completion]:
-        """Return vLLM's jobs that ended since the last call, each exactly once."""
-        results = self.engine.finished()
-        if results:
-            self._look_s = 0.0
-        return results
-
     def get_finished(self) -> list[TransferResult]:
-        """Return nothing: our connector worker uses ``take_finished``, which keeps outcomes per chunk."""
+        """Return nothing: our connector worker asks the engine, which keeps outcomes per chunk."""
         return []
 
     def shutdown(self) -> None:

@@ -100,7 +100,7 @@ class RoundTripExtension(FamilyExtension):
 
     def _outcomes(self) -> list[str]:
         until_s = time.monotonic() + DEADLINE_S
-        while not (jobs := self._rank_worker().take_finished()):
+        while not (jobs := self._rank_worker().engine.finished()):
             assert time.monotonic() < until_s, "the job does not end"
             time.sleep(0.001)
         [job] = jobs

@@ -116,7 +116,7 @@ class Rig:
         deadline = time.monotonic() + DEADLINE_S
         while len(found) < count:
             assert time.monotonic() < deadline, f"{len(found)} of {count} jobs reported"
-            found += self.worker.take_finished()
+            found += self.worker.engine.finished()
             time.sleep(0.001)
         return found
 
@@ -148,7 +148,7 @@ def test_sleep_lets_go_of_everything_and_waking_up_takes_it_again(rig: Rig, tmp_
     before = [rig.block(block) for block in range(8)]
     rig.worker.submit_store(2, gpu([4, 5, 6, 7], 4), rig.to_store(1))
     rig.worker.sleep()
-    (item,) = rig.worker.take_finished()
+    (item,) = rig.worker.engine.finished()
     assert item.outcomes == (Outcome.OK,), "finished, and told afterwards"
     assert not open_files(tmp_path)
     rig.worker.sleep()
@@ -277,7 +277,7 @@ def test_a_slow_opening_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.Mon
     location = Location(0, 0, rig.slot_bytes)
     rig.worker.submit_moves(MoveTicket(7, (Key(bytes(36)),), (location,), (location,)))
     rig.worker.wait({1})
-    (item,) = rig.worker.take_finished()
+    (item,) = rig.worker.engine.finished()
     assert item.outcomes == (Outcome.FAILED,)
     assert rig.worker.take_tickets() == {7: {0: Outcome.FAILED}}
     assert rig.worker.take_status() == {}
