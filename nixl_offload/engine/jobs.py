@@ -270,8 +270,8 @@ class JobTable:
                 if not blocks and chunk.host_offset is not None:
                     blocks = queue.blocks_per_chunk
                 chunk.size_bytes = size_bytes = blocks * queue.block_bytes[chunk.group]
-                part = chunk.kind.operation, chunk.location.tier
-                share = chunk.job.shares.get(part) or chunk.job.shares.setdefault(part, Share(*part))
+                part, shares = (chunk.kind.operation, chunk.location.tier), chunk.job.shares
+                chunk.share = share = shares.get(part) or shares.setdefault(part, Share(*part))
                 share.unfinished += 1
                 if queue.refusal is not None:
                     self._finish(chunk, Outcome.FAILED, queue.refusal, "closed")
@@ -341,10 +341,9 @@ class JobTable:
             self._report_location(chunk, outcome if is_told else Outcome.DROPPED)
 
     def _count(self, chunk: Chunk, outcome: Outcome, cause: str = "") -> None:
-        """Count a chunk's outcome in its tier's share of the job."""
-        share = chunk.job.shares.get((chunk.kind.operation, chunk.location.tier))
-        if share is None:
-            return  # it was never queued
+        """Count a chunk's outcome in its tier's share."""
+        if (share := chunk.share) is None:
+            return  # never queued
         if outcome is Outcome.OK:
             share.bytes_moved += chunk.size_bytes
         else:

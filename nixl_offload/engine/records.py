@@ -163,6 +163,7 @@ class Chunk:
     job: Job = field(init=False, repr=False)
     queue: TierQueue | None = field(default=None, init=False, repr=False)
     """None: it was never queued."""
+    share: Share | None = field(default=None, init=False)
     size_bytes: int = field(default=0, init=False)
     """Payload bytes of its blocks, which the queue limit and ``bytes_moved`` count."""
     queued_s: float = field(default=0.0, init=False)
