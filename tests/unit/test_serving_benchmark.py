@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks.serving import report, sides, workloads
 from benchmarks.serving.report import LATER, Record, Run, figures
-from benchmarks.serving.rows import ROWS
 from benchmarks.serving.workloads import Spec
 from nixl_offload.config import parse_config
 
@@ -46,24 +45,16 @@ def test_figures_and_ratios_say_what_records_say() -> None:
     runs = [run(side, seed, record(ttft_s=ttft_s)) for seed, ttft_s, side in seeds]
     memory, prefix = ([each for each in runs if each.side == side] for side in ("memory", "prefix"))
     pairs = report.ratio(memory, prefix)
-    assert pairs.mean == pytest.approx(8**-0.5), "only seeds that both have are compared"
+    assert pairs.mean == pytest.approx(8**-0.5), "only seeds of both are compared"
     assert pairs.low < 0.25 < pairs.mean < 0.5 < pairs.high
-    assert str(report.ratio(memory[:1], prefix)) == "0.50"
-    _, _, *rows = report.table(runs).splitlines()
-    assert [row.split()[1] for row in rows] == ["memory", "prefix"]
+    assert [row.split()[1] for row in report.table(runs).splitlines()[2:]] == ["memory", "prefix"]
     assert "0.35" in report.comparison(prefix, [replace(each, side="prefix") for each in memory])
 
 
 @pytest.mark.parametrize("name", sides.NOTES)
 def test_each_side_has_options(name: str, tmp_path: Path) -> None:
-    room = sides.Room(gpu=1 << 30, memory=1 << 30, storage=4 << 30)
-    options = sides.engine_options(name, room, tmp_path / "kv", BUCKET, "engine")
+    options = sides.engine_options(name, sides.Room(1 << 30, 1 << 30, 4 << 30), tmp_path / "kv", BUCKET, "engine")
     transfer = options.get("kv_transfer_config", {})
-    assert bool(transfer) == (name != "prefix")
     if sides.NOTES[name].startswith("ours"):
         kinds = [tier.kind for tier in parse_config(transfer["kv_connector_extra_config"]["config"]).tiers]
         assert kinds == [{"tree": "shared_dir", "free": "memory"}.get(kind, kind) for kind in name.split("+")]
-
-
-def test_each_row_has_room_for_its_longest_request() -> None:
-    assert all(plan.room().gpu > plan.longest_tokens * plan.shape.token_bytes for plan in ROWS.values())

@@ -1,13 +1,15 @@
-"""``benchmarks.interpreter`` runs. No other test uses it."""
+"""``benchmarks.interpreter`` and played copies run. No other test uses them."""
 
 from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks import interpreter
+from benchmarks.serving import played
 
 
 @pytest.mark.parametrize(("medium", "mover"), [("slab", "posix"), ("memory", "copy")])
@@ -20,3 +22,10 @@ def test_it_measures_a_round(medium: str, mover: str, tmp_path: Path, monkeypatc
             by_size, (median_us, p99_us) = interpreter.measure(rank, operation, rounds=1, other=other)
             assert min(by_size) > 0
             assert p99_us >= median_us > 0
+
+
+def test_a_copy_by_the_clock_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(played.RATE, "2e4")
+    packer = played.ClockedPacker([], [[]])
+    packer.block_bytes = [10_000]
+    assert not packer.scatter_many(0, [(np.arange(2), np.empty(0))], played.Copy(0)).done()
