@@ -325,7 +325,7 @@ class MendedScheduler(OffloadingConnectorScheduler):
     def _maximal_prefix_lookup(self, keys: Iterable[OffloadKey], req_context: ReqContext, *where: Any) -> int | None:
         """As vLLM's, which asks key by key, but with one question for the hits that are sure."""
         keys, (request, config, first) = list(keys), where
-        hits: int = cast("Any", self.manager).leading_hits(keys, req_context)
+        hits: int = cast("Any", self).offload_manager.leading_hits(keys, req_context)
         if self._events_tracker.self_describing_enabled:
             for at, key in enumerate(keys[:hits], first):
                 self._events_tracker.record_lookup(request, config, at, key)
