@@ -58,9 +58,9 @@ def tier_of(server: S3Server, prefix: str, **fields: Any) -> S3Config:
     return tier
 
 
-def look(tier: S3Config, child: ChildProcess, *, io: bool = False) -> dict[str, Finding]:
+def look(tier: S3Config, child: ChildProcess) -> dict[str, Finding]:
     """Return the section's lines; each that is wrong has a fix."""
-    found = list(look_at_bucket(tier, child, config_file="kv.yaml", io=io))
+    found = list(look_at_bucket(tier, child, config_file="kv.yaml"))
     assert all(each.fix for each in found if each.state == "wrong")
     return {each.name: each for each in found}
 
@@ -71,7 +71,7 @@ def wrong(lines: dict[str, Finding]) -> list[str]:
 
 def test_a_server_as_it_should_be(rclone: RcloneServer, child: ChildProcess, prefix: str) -> None:
     """All is ok, movers are tried, speeds measured, and nothing of it stays in the bucket."""
-    lines = look(tier_of(rclone, prefix, ttl="7d"), child, io=True)
+    lines = look(tier_of(rclone, prefix, ttl="7d"), child)
     assert [lines[name].state for name in FINE] == ["ok"] * len(FINE)
     assert "MB/s" in lines["speed"].words
     assert lines["lifecycle"].fix == "nixl-offload gc kv.yaml --tier s3 --delete, by a timer", "no rules"
@@ -97,7 +97,7 @@ def test_a_server_that_forbids_delete(
     """What the check could not remove is reported; no mover leaves more behind."""
     tier = tier_of(rclone, prefix, endpoint=proxy.endpoint)
     with proxy.inject(DENIED, operation="DELETE|DELETE_MANY"):
-        lines = look(tier, child, io=True)
+        lines = look(tier, child)
     assert wrong(lines) == ["delete"]
     (left,) = rclone.objects(prefix)
     assert f"s3://kv-cache/{left} (4 KiB) of this check stays" in lines["delete"].words

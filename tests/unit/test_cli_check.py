@@ -57,7 +57,7 @@ def test_plugins_that_nixl_does_not_find_and_a_mover_that_needs_them(tmp_path: P
     """NIXL_PLUGIN_DIR names a directory without plugins."""
     file = tmp_path / "kv.yaml"
     file.write_text(f"tiers: [{{kind: slab, path: {tmp_path}, capacity: 1GiB, mover: posix}}]\n")
-    command = [sys.executable, "-m", "nixl_offload.cli.main", "check", "--json", "--no-io", str(file)]
+    command = [sys.executable, "-m", "nixl_offload.cli.main", "check", "--json", str(file)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "NIXL_PLUGIN_DIR": str(tmp_path)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, cwd=ROOT, check=False)
     assert done.returncode == 1, done.stderr + done.stdout

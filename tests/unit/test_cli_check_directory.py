@@ -60,8 +60,8 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
         )
 
 
-def section_of(path: Path, child: ChildProcess, *, io: bool = False, **fields: Any) -> dict[str, Finding]:
-    found = list(look_at_directory(tier_of(path, **fields), child, gpu=False, io=io))
+def section_of(path: Path, child: ChildProcess, **fields: Any) -> dict[str, Finding]:
+    found = list(look_at_directory(tier_of(path, **fields), child, gpu=False))
     assert all(each.fix for each in found if each.state == "wrong")
     return {each.name: each for each in found}
 
@@ -69,7 +69,7 @@ def section_of(path: Path, child: ChildProcess, *, io: bool = False, **fields: A
 def test_tmpfs_is_warned_of_and_works_all_the_same(child: ChildProcess, mounted: Callable[..., Path]) -> None:
     """All findings come, speeds too: pieces are small enough for such a small disk."""
     path = mounted("tmpfs", "size=8m")
-    section = section_of(path, child, io=True, capacity=4 << 20)
+    section = section_of(path, child, capacity=4 << 20)
     line = section["filesystem"]
     assert (line.state, "kind: memory" in str(line.fix)) == ("warning", True)
     assert line.words.startswith(f"tmpfs at {path}: this is memory")

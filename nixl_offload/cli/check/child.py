@@ -92,10 +92,8 @@ def _serve(pipe: Connection) -> None:
     os._exit(0)  # destructors of libraries may hang
 
 
-def try_file_movers(
-    choice: MoverChoice, directory: str, *, gpu: bool, threads: int, direct_io: bool, io: bool
-) -> Answer:
-    """Open the mover that a server would use for a directory, and measure it if ``io``."""
+def try_file_movers(choice: MoverChoice, directory: str, *, gpu: bool, threads: int, direct_io: bool) -> Answer:
+    """Open the mover that a server would use for a directory, and measure it."""
     import torch
 
     from nixl_offload.engine.autotune import FREE_SHARE, measure
@@ -109,38 +107,38 @@ def try_file_movers(
     space = os.statvfs(directory)
     free_bytes = space.f_bavail * space.f_frsize if space.f_blocks else 1 << 40
     piece_bytes = min(_PIECE_BYTES, free_bytes // FREE_SHARE) // PAGE_BYTES * PAGE_BYTES
-    if not io or not piece_bytes:
+    if not piece_bytes:
         mover.close()
         return answer
     speed = measure(mover, directory, device, piece_bytes, direct_io=direct_io, budget_s=_BUDGET_S)
     return answer | speed._asdict()
 
 
-def try_object_movers(tier: S3Config, *, io: bool) -> Answer:
-    """Open the mover that a server would use for a bucket, and measure the bucket with its client if ``io``."""
+def try_object_movers(tier: S3Config) -> Answer:
+    """Open the mover that a server would use for a bucket, and measure the bucket with its client."""
     from nixl_offload.movers.base import MemoryKind
     from nixl_offload.movers.select import open_object_mover
     from nixl_offload.stores.s3 import open_store
 
     opened = open_object_mover(tier, MemoryKind.DRAM)
     opened.mover.close()
-    answer: Answer = {"movers": [probe._asdict() for probe in opened.report]}
-    if io:
-        names = [f"check-{secrets.token_hex(8)}" for _ in range(min(_OBJECTS, tier.connections))]
-        pieces = {name: memoryview(bytearray(_PIECE_BYTES)) for name in names}
-        with contextlib.closing(open_store(tier)) as store, ThreadPoolExecutor(len(names)) as pool:
-            try:
-                began_s = time.monotonic()
-                list(pool.map(lambda name: store.write(name, pieces[name]), names))
-                written_s = time.monotonic()
-                list(pool.map(lambda name: store.read_into(name, 0, pieces[name]), names))
-                read_s = time.monotonic()
-            finally:
-                store.delete(names)
-        size_bytes = len(names) * _PIECE_BYTES
-        answer["read_bytes_s"] = size_bytes / (read_s - written_s)
-        answer["write_bytes_s"] = size_bytes / (written_s - began_s)
-    return answer
+    names = [f"check-{secrets.token_hex(8)}" for _ in range(min(_OBJECTS, tier.connections))]
+    pieces = {name: memoryview(bytearray(_PIECE_BYTES)) for name in names}
+    with contextlib.closing(open_store(tier)) as store, ThreadPoolExecutor(len(names)) as pool:
+        try:
+            began_s = time.monotonic()
+            list(pool.map(lambda name: store.write(name, pieces[name]), names))
+            written_s = time.monotonic()
+            list(pool.map(lambda name: store.read_into(name, 0, pieces[name]), names))
+            read_s = time.monotonic()
+        finally:
+            store.delete(names)
+    size_bytes = len(names) * _PIECE_BYTES
+    return {
+        "movers": [probe._asdict() for probe in opened.report],
+        "read_bytes_s": size_bytes / (read_s - written_s),
+        "write_bytes_s": size_bytes / (written_s - began_s),
+    }
 
 
 def memory_room() -> Answer:

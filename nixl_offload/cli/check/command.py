@@ -34,7 +34,6 @@ Tries every tier of CONFIG on this machine, from the libraries down to the bytes
 something is wrong, it names the consequence and the fix: a command or a line of CONFIG.
 
     nixl-offload check kv.yaml
-    nixl-offload check kv.yaml --json --no-io          # for a program, without measuring
 
 Run it where the server runs: as the same user, in the same container, with the same environment. It may run beside
 servers. It removes what it writes: some pages, and up to 256 MiB per mover for the speeds.
@@ -57,7 +56,6 @@ _LIBRARIES: Final = {
 def add_check(parser: ArgumentParser) -> None:
     """Add the arguments of ``check`` to ``parser``."""
     set_up(parser, run, _DESCRIPTION)
-    parser.add_argument("--no-io", action="store_true", help="measure nothing; movers still move a page each")
 
 
 def run(arguments: Namespace) -> int:
@@ -70,21 +68,18 @@ def run(arguments: Namespace) -> int:
 
 def _sections(arguments: Namespace, config: Config, child: ChildProcess) -> Iterator[Section]:
     """Yield the environment's section, and one for each tier, with the checks of its kind."""
-    gpu, io = find_driver(), not arguments.no_io
+    gpu = find_driver()
     yield Section("environment", "Environment", environment(config, gpu))
-    for number, tier in enumerate(config.tiers):
+    for tier in config.tiers:
         if tier.kind == "memory":
             room = (memory_finding(tier.capacity_bytes, child.run(memory_room), config.staging_bytes),)
             yield Section("memory", f"Tier memory of {format_size(tier.capacity_bytes)}", room)
         elif tier.kind == "s3":
-            found = look_at_bucket(tier, child, config_file=shlex.quote(arguments.file), io=io)
+            found = look_at_bucket(tier, child, config_file=shlex.quote(arguments.file))
             yield Section("s3", f"Tier s3 {tier.where} (mover: {tier.mover})", found)
         else:
-            nearer, staging_bytes = config.tiers[:number], config.staging_bytes
-            directory = look_at_directory(
-                tier, child, gpu=bool(gpu.ok), io=io, nearer=nearer, staging_bytes=staging_bytes
-            )
-            yield Section(tier.kind, f"Tier {tier.kind} {tier.path} (mover: {tier.mover})", directory)
+            found = look_at_directory(tier, child, gpu=bool(gpu.ok))
+            yield Section(tier.kind, f"Tier {tier.kind} {tier.path} (mover: {tier.mover})", found)
 
 
 def installed_version(*names: str) -> str | None:

@@ -15,7 +15,7 @@ import shlex
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -24,14 +24,12 @@ from typing import Final
 from nixl_offload.cli.check.child import ChildProcess, try_file_movers
 from nixl_offload.cli.check.findings import Finding, mover_findings
 from nixl_offload.cli.common import about_size
-from nixl_offload.config import DirectoryConfig, SharedDirConfig, TierConfig
-from nixl_offload.errors import MoverError, TierError
+from nixl_offload.config import DirectoryConfig, SharedDirConfig
 from nixl_offload.hardware.gds import GdsReport, gds_report
 from nixl_offload.hardware.machine import LOCAL, find_mount
-from nixl_offload.movers.pinning import pinning_limit
 from nixl_offload.stores.filesystem import spare_bytes, walk
 from nixl_offload.tiers.calls import CallThreads
-from nixl_offload.tiers.ownership import is_kept, kept_free, may_chmod, require_apart
+from nixl_offload.tiers.ownership import is_kept, kept_free, may_chmod
 from nixl_offload.tiers.shared.sweep import GRACE_S
 from nixl_offload.types import PAGE_BYTES
 from nixl_offload.units import format_size
@@ -47,20 +45,12 @@ _FILES_MAX: Final = 100_000
 """A slab has a few files. In a directory with millions of others counting them would take longer than ``HANG_S``."""
 
 
-def look_at_directory(
-    tier: DirectoryConfig,
-    child: ChildProcess,
-    *,
-    gpu: bool,
-    io: bool,
-    nearer: Iterable[TierConfig] = (),
-    staging_bytes: int = 0,
-) -> Iterator[Finding]:
-    """Check a tier. ``io``: measure movers."""
+def look_at_directory(tier: DirectoryConfig, child: ChildProcess, *, gpu: bool) -> Iterator[Finding]:
+    """Check a tier."""
 
     def probe() -> tuple[str, list[Finding], GdsReport]:
         at = nearest(tier.path)
-        return at, list(directory_findings(tier, nearer=nearer)), gds_report(at)
+        return at, list(directory_findings(tier)), gds_report(at)
 
     try:
         with closing(CallThreads("nixl-offload-check", threads=1)) as threads:
@@ -78,13 +68,11 @@ def look_at_directory(
         fix = None if direct.ok else "path: on ext4 or xfs; or direct_io: false, if that is meant"
         yield Finding("O_DIRECT", "ok" if direct.ok else "warning", direct.words, fix)
     yield gds_finding(tier, gds, gpu=gpu)
-    if gpu:
-        yield _staging(staging_bytes)
     if not is_writable:
         yield Finding("movers", "unknown", "not tried: there is nowhere to write")
     else:
         options = {"gpu": gpu, "threads": tier.threads, "direct_io": tier.direct_io and bool(direct and direct.ok)}
-        answer = child.run(try_file_movers, choice=tier.mover, directory=at, io=io, **options)
+        answer = child.run(try_file_movers, choice=tier.mover, directory=at, **options)
         yield from mover_findings(tier.mover, answer)
 
 
@@ -96,20 +84,12 @@ def nearest(path: str) -> str:
 
 
 def directory_findings(
-    tier: DirectoryConfig,
-    *,
-    nearer: Iterable[TierConfig | DirectoryConfig] = (),
-    root: str = "/",
-    clock: Callable[[], float] = time.time,
+    tier: DirectoryConfig, *, root: str = "/", clock: Callable[[], float] = time.time
 ) -> Iterator[Finding]:
     """Check the directory itself. Tests pass a ``root`` in place of ``/``, and a ``clock``."""
     at = nearest(tier.path)
     access = _access(tier.path, at)
     yield access
-    try:
-        require_apart(tier, nearer)
-    except TierError as error:
-        yield Finding("apart", "wrong", str(error), "path: a directory beside the other tier's, in the config")
     yield _filesystem(tier, at, root)
     if access.state == "wrong":
         return  # the other checks need to write
@@ -250,16 +230,6 @@ def gds_finding(tier: DirectoryConfig, gds: GdsReport, *, gpu: bool) -> Finding:
     if gds.real is None:
         return Finding(name, "unknown", gds.verdict, "gdscheck -p")
     return Finding(name, "warning", gds.verdict, "what it says, or mover: posix if it is not wanted")
-
-
-def _staging(staging_bytes: int) -> Finding:
-    """Check that ``staging`` can be registered with cuFile. If not, NIXL only warns and uses bounce buffers."""
-    name = f"staging of {format_size(staging_bytes)}"
-    try:
-        pinning_limit(name, staging_bytes)
-    except MoverError as error:
-        return Finding("staging", "wrong", str(error), "staging: 64MiB")
-    return Finding("staging", "ok", f"{name} can be registered with cuFile")
 
 
 def _user(number: int) -> str:

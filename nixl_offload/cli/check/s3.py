@@ -36,8 +36,8 @@ _REFUSALS: Final = {
 _ACTIONS: Final = {"put": "s3:PutObject", "get": "s3:GetObject", "delete": "s3:DeleteObject"}
 
 
-def look_at_bucket(tier: S3Config, child: ChildProcess, *, config_file: str, io: bool) -> Iterator[Finding]:
-    """Check a tier. ``config_file``: its name for fixes; ``io``: measure the bucket."""
+def look_at_bucket(tier: S3Config, child: ChildProcess, *, config_file: str) -> Iterator[Finding]:
+    """Check a tier. ``config_file``: its name for fixes."""
     tier = tier.model_copy(update={"request_timeout_s": min(REQUEST_LIMIT_S, tier.request_timeout_s)})
     address = S3Address.of(tier)
     endpoint = address.endpoint or "https://s3.amazonaws.com"
@@ -63,7 +63,7 @@ def look_at_bucket(tier: S3Config, child: ChildProcess, *, config_file: str, io:
         yield Finding("growth", "warning", "neither ttl nor capacity is set: nothing ever removes objects", fix)
     yield find_lifecycle(tier, config_file)
     if works:
-        yield from mover_findings(tier.mover, child.run(try_object_movers, tier=tier, io=io))
+        yield from mover_findings(tier.mover, child.run(try_object_movers, tier=tier))
     else:
         yield Finding("movers", "unknown", "not tried: they put objects, get them and remove them")
 
