@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
@@ -35,7 +34,7 @@ open; and how full each tier is. Servers may run meanwhile; ls locks and changes
 
     nixl-offload ls kv.yaml
     nixl-offload ls kv.yaml --tier s3 --tenant blue
-    nixl-offload ls kv.yaml --namespace 0f3a... --keys     # chunk by chunk: key, group, shard, size, age, place
+    nixl-offload ls kv.yaml --namespace 0f3a... --keys     # chunk by chunk: key, group, shard, size, written, place
     nixl-offload ls kv.yaml --keys --json                  # a line of JSON per chunk, or per tier that failed
     nixl-offload ls kv.yaml --diff 0f3a 77c1               # what separates two namespaces, by how their names begin
 
@@ -46,7 +45,6 @@ _MEMORY_NOTE: Final = (
     "memory tier: lives in the server's processes and cannot be looked at from outside; the server's metrics tell what "
     "it holds"
 )
-_NOT_OPEN: Final = "no engine has its directory open"
 
 
 def add_ls(parser: ArgumentParser) -> None:
@@ -114,7 +112,7 @@ def _listed(inspector: Inspector, selection: Iterable[NamespaceInfo], *, is_whol
                     "oldest_s": size.oldest_s,
                     "newest_s": size.newest_s,
                     "last_opened_s": namespace.used_s,
-                    "open_now": namespace.in_use if inspector.exclusive else None,
+                    "open_now": inspector.in_use(namespace),
                     "trouble": printable(namespace.trouble, 300),
                 }
             )
@@ -158,8 +156,8 @@ def _print_tier(tier: Mapping[str, Any]) -> None:
         print(f"    {each['trouble'] or counted}")
         if is_slab:
             last = f"last opened {moment(each['last_opened_s'])}" if each["last_opened_s"] else "last use unknown"
-            holder = each["open_now"]
-            print(f"    {last}; {f'its directory is open now: {holder}' if holder else _NOT_OPEN}")
+            holder = f"its directory is open now: {each['open_now']}"
+            print(f"    {last}; {holder if each['open_now'] else 'no engine has its directory open'}")
     sys.stdout.flush()
 
 
@@ -170,7 +168,7 @@ def _print_keys(inspector: Inspector, selection: Iterable[NamespaceInfo], *, as_
         names.append(namespace.name)
         if not as_json:  # as comments, because a program may read the lines below
             print(f"# {inspector.where}, namespace {namespace.path}: {namespace.owner}")
-            print("# " + (printable(namespace.trouble, 300) or "key  group  shard  size  age  place"))
+            print("# " + (printable(namespace.trouble, 300) or "key  group  shard  size  written  place"))
         for chunk in inspector.chunks(namespace):
             written_s, group = inspector.created_s(chunk), key_group(chunk.key)
             if as_json:
@@ -181,19 +179,10 @@ def _print_keys(inspector: Inspector, selection: Iterable[NamespaceInfo], *, as_
                 said = {"key": chunk.key.hex(), "group": group, "written_s": written_s, "shards": shards}
                 print(json.dumps({**line, **said}))
                 continue
-            age = "?" if written_s is None else about_age(time.time() - written_s)
             for each in chunk.shards:
                 size, place = about_size(each.size_bytes), printable(each.place, 4096)
-                print(f"{chunk.key.hex()}  {group}  {each.number}  {size}  {age}  {place}")
+                print(f"{chunk.key.hex()}  {group}  {each.number}  {size}  {moment(written_s)}  {place}")
     return names
-
-
-def about_age(seconds: float) -> str:
-    """Render an age for people: ``45s``, ``12m``, ``5h``, ``9d``."""
-    for limit_s, unit_s, unit in ((120, 1, "s"), (7200, 60, "m"), (172_800, 3600, "h")):
-        if seconds < limit_s:
-            return f"{max(0.0, seconds) / unit_s:.0f}{unit}"
-    return f"{seconds / 86_400:.0f}d"
 
 
 def _diff(arguments: Namespace, namespaces: list[NamespaceInfo]) -> int:

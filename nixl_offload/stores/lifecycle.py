@@ -1,4 +1,4 @@
-"""A bucket's administration over boto3: its region, and the lifecycle rule that expires old objects.
+"""A bucket's administration over boto3: the lifecycle rule that expires old objects.
 
 Threading: blocking calls; a plan is immutable. Planning only reads. Other rules of the bucket are kept. Ours is
 recognised by its ID, which contains the prefix.
@@ -103,14 +103,6 @@ class _Bucket:
 
     def _unanswered(self, doing: str, error: Exception) -> StoreError:
         return StoreError(f"{self.address.where}: {doing}: no answer ({type(error).__name__})", cause="unreachable")
-
-
-def bucket_region(tier: S3Config) -> str:
-    """Return the bucket's region. It may differ from the tier's: boto3 follows redirects."""
-    with closing(_Bucket(tier)) as bucket:
-        found = bucket.ask("ask where the bucket is", "get_bucket_location").get("LocationConstraint")
-    # S3 returns no name for us-east-1, and may return "EU" for eu-west-1.
-    return "us-east-1" if found is None else "eu-west-1" if found == "EU" else str(found)
 
 
 def plan_lifecycle(tier: S3Config) -> LifecyclePlan:

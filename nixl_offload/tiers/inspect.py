@@ -73,13 +73,7 @@ class NamespaceInfo:
     """A namespace that a tier holds. Fields from its manifest are None if that is missing or invalid."""
 
     def __init__(
-        self,
-        name: str,
-        manifest: Mapping[str, Any] | None,
-        *,
-        part: str = "",
-        used_s: float | None = None,
-        in_use: str | None = None,
+        self, name: str, manifest: Mapping[str, Any] | None, *, part: str = "", used_s: float | None = None
     ) -> None:
         """``manifest``: one that matches ``name``. Anyone may have written it, so its fields may have any type."""
         self.name = name
@@ -89,8 +83,6 @@ class NamespaceInfo:
         self.path = f"{part}/{name}" if part else name
         self.used_s = used_s
         """When an engine last opened it; None if unknown."""
-        self.in_use = in_use
-        """The engine that has it open now, as text; None if none has, or if unknown (``Inspector.exclusive``)."""
         self.trouble: str | None = None
         """Why its chunks cannot be listed; None if they can."""
         self.manifest = manifest
@@ -196,12 +188,12 @@ class Inspector(ABC):
         """
 
     @abstractmethod
-    def created_s(self, chunk: ChunkInfo) -> float | None:
-        """Return when the chunk was written; None if unknown."""
-
-    @abstractmethod
     def close(self) -> None:
         """Release the tier. Idempotent."""
+
+    def created_s(self, chunk: ChunkInfo) -> float | None:
+        """Return when the chunk was written; None if unknown."""
+        return chunk.modified_s
 
     def in_use(self, namespace: NamespaceInfo) -> str | None:
         """Return which engine has the namespace open now, as text; None if none has, or if unknown."""

@@ -127,8 +127,8 @@ def test_what_a_server_refuses_or_spoils_is_named_alone(
     assert rclone.objects(prefix) == []
 
 
-def test_a_wrong_region_is_named_with_the_right_one(moto: MotoServer, child: ChildProcess) -> None:
-    """As S3 does it; the fix works."""
+def test_a_wrong_region_is_named(moto: MotoServer, child: ChildProcess) -> None:
+    """As S3 does it; the right one works."""
     bucket, region = f"kv-{secrets.token_hex(4)}", "eu-central-1"
     answer = Answer(400, "AuthorizationHeaderMalformed", more=f"<Region>{region}</Region>")
     with closing(moto.client()) as client:
@@ -137,8 +137,7 @@ def test_a_wrong_region_is_named_with_the_right_one(moto: MotoServer, child: Chi
         tier = tier_of(moto, "kv", endpoint=proxy.endpoint, bucket=bucket, mover="obstore", ttl="7d")
         lines = look(tier, child)
         assert wrong(lines) == ["region"]
-        assert lines["region"].words == f"the bucket is in {region}, and requests are signed for us-east-1"
-        assert lines["region"].fix == f"region: {region}"
+        assert f"get-bucket-location --bucket {bucket}" in str(lines["region"].fix)
         assert wrong(look(tier.model_copy(update={"region": region}), child)) == []
 
 

@@ -131,15 +131,15 @@ def test_a_slab_as_people_and_programs_read_it_is_not_changed(slab: StoredSlab, 
 
 
 def test_keys_are_comments_and_columns_and_lines_of_json(slab: StoredSlab, cli: Cli) -> None:
-    """A slot whose header is another chunk's has no age: a row of the index is a hint."""
+    """A slot whose header is another chunk's has no time: a row of the index is a hint."""
     slab.damage(CHUNKS - 1, 0, 0, slab.shard(4, 0))
     assert cli("ls", slab.file, "--keys") == 0
     heading, columns, *rows = cli.out.splitlines()
     assert heading == f"# {slab.root}, namespace {slab.namespace.name}: tenant blue, model org/blue"
-    assert columns == "# key  group  shard  size  age  place"
+    assert columns == "# key  group  shard  size  written  place"
     assert len(rows) == 2 * CHUNKS
-    assert re.fullmatch(rf"{key(0).hex()}  0  1  24\.0KiB  \d+s  {re.escape(slab.place(0, 1))}", rows[1])
-    assert rows[-1].split()[4] == "?"
+    assert re.fullmatch(rf"{key(0).hex()}  0  1  24\.0KiB  20[-0-9]* [:0-9]*Z  {re.escape(slab.place(0, 1))}", rows[1])
+    assert rows[-1].split()[4] == "-"
     assert cli("ls", slab.file, "--keys", "--json") == 0
     assert [line["key"] for line in cli.lines] == [key(number).hex() for number in range(CHUNKS)]
     assert cli.lines[0]["shards"][1] == {"shard": 1, "bytes": SLOT_BYTES, "place": slab.place(0, 1)}

@@ -98,7 +98,6 @@ _QUESTIONS = {
     lambda store, *_: read_manifest(store, _NAMESPACE): [_PLAIN + b'{"namespace": "x", "fields": {}}'],
     _namespaces: [_PLAIN + _LISTING % (b"%s/01/%s.0000" % (_NAMESPACE.encode(), b"01" * 24))],
     _lifecycle: [_PLAIN + _RULES],
-    lambda _, tier, *__: lifecycle.bucket_region(tier): [_PLAIN + b"<LocationConstraint>EU</LocationConstraint>"],
 }
 """What is asked, and right answers to it."""
 _SEEDS = [

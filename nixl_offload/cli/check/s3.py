@@ -75,11 +75,10 @@ def _refusal(tier: S3Config, endpoint: str, config_file: str) -> Finding | None:
             next(iter(store.list("check/")), None)
     except StoreError as error:
         name = next((each for each, pattern in _REFUSALS.items() if re.search(pattern, str(error))), None)
-        if name == "region":
-            return _other_region(tier)
         if name is not None:
             init = f"nixl-offload bucket init {config_file}"
-            fixes = {"credentials": _EXPORT, "clock": _SYNC_CLOCKS, "bucket": init}
+            region = f"region: what `aws s3api get-bucket-location --bucket {tier.bucket}` says"
+            fixes = {"credentials": _EXPORT, "clock": _SYNC_CLOCKS, "bucket": init, "region": region}
             return Finding(name, "wrong", _said(error), fixes[name])
         if error.cause in ("unreachable", "timeout", "io"):
             parts = urlsplit(endpoint)
@@ -90,18 +89,6 @@ def _refusal(tier: S3Config, endpoint: str, config_file: str) -> Finding | None:
                 fix += f"; export NO_PROXY={parts.hostname}, if it should not go by {urlsplit(proxy).hostname}"
             return Finding("endpoint", "wrong", f"{endpoint}: {_said(error)}", fix)
     return None
-
-
-def _other_region(tier: S3Config) -> Finding:
-    try:
-        from nixl_offload.stores.lifecycle import bucket_region
-
-        named = bucket_region(tier)
-    except (ImportError, StoreError):
-        fix = f"region: what `aws s3api get-bucket-location --bucket {tier.bucket}` says"
-        return Finding("region", "wrong", "the bucket is in another region, and the server does not say in which", fix)
-    words = f"the bucket is in {named}, and requests are signed for {S3Address.of(tier).region or 'no region'}"
-    return Finding("region", "wrong", words, f"region: {named}")
 
 
 def _said(error: StoreError) -> str:

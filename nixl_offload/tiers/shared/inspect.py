@@ -62,10 +62,6 @@ class SharedInspector(Inspector):
     def read_into(self, shard: ShardInfo, offset: int, memory: memoryview) -> None:
         self.store.read_into(shard.place, offset, memory)
 
-    def created_s(self, chunk: ChunkInfo) -> float | None:
-        """Return when the chunk was written."""
-        return chunk.modified_s
-
     def close(self) -> None:
         self.store.close()
 

@@ -48,7 +48,6 @@ class SlabInspector(Inspector):
             path.name for path, is_directory in _sorted(self.base) if is_directory and DP_NAME.fullmatch(path.name)
         ]
         for part in ["", *parts]:
-            holder = self._holder(part)
             for path, is_directory in _sorted(self.base / part):
                 if not is_directory or not NAMESPACE_NAME.fullmatch(path.name):
                     self.other_objects += path.name != "lock" and (bool(part) or path.name not in parts)
@@ -59,7 +58,6 @@ class SlabInspector(Inspector):
                     manifest if manifest_fits(manifest, path.name) else None,
                     part=part,
                     used_s=last_use_s(path),
-                    in_use=holder,
                 )
                 namespace.trouble = self._trouble(namespace)
                 yield namespace
@@ -74,7 +72,10 @@ class SlabInspector(Inspector):
         return [_Slots(self.base, namespace).chunk(row) for row in self._index(namespace).find(digits, limit)]
 
     def in_use(self, namespace: NamespaceInfo) -> str | None:
-        return self._holder(namespace.part)
+        """Return which engine has locked the whole directory or this part of it; safe to print."""
+        part = namespace.part
+        holder = holder_of(self.base / "lock") or (holder_of(self.base / part / "lock") if part else None)
+        return printable(holder, limit=200)
 
     def read_into(self, shard: ShardInfo, offset: int, memory: memoryview) -> None:
         path = os.path.relpath(shard.place.rpartition("@")[0], self.base)
@@ -112,11 +113,6 @@ class SlabInspector(Inspector):
         except TierError as error:
             return "no index: its chunks are not known" if error.cause == "missing" else str(error)
         return None if namespace.shards else "no manifest that fits: nobody knows where its shards lie"
-
-    def _holder(self, part: str) -> str | None:
-        """Return which engine has locked the whole directory or this part of it; safe to print."""
-        holder = holder_of(self.base / "lock") or (holder_of(self.base / part / "lock") if part else None)
-        return printable(holder, limit=200)
 
 
 class _Piece(NamedTuple):
