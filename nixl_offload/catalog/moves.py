@@ -1,8 +1,8 @@
 """Which chunks go from tier to tier, and when: write-throughs to farther tiers, and prefetches into memory.
 
 Threading: the scheduler's thread alone. No I/O, no clock.
-Ownership: one pin in memory for each chunk that no farther tier has yet. The pinned source and the WRITING target of a
-move that has begun belong to its ticket.
+Ownership: none. The pinned source and the WRITING target of a move that has begun belong to its ticket; the source of
+a pending move may be evicted.
 Failure: a pending move whose source is gone, or whose target takes nothing for ``PATIENCE_S``, is dropped and counted.
 A chunk that is offered again, or asked for by another hint, is pending again.
 """
@@ -51,8 +51,6 @@ class ChainOptions:
 
     promote: bool = True
     """Keep chunks in memory that were loaded from farther tiers."""
-    unsaved_limit_bytes: int = 0
-    """The most that is pinned in memory until a farther tier has it. Chunks beyond it may be evicted before."""
     write_through_backlog_bytes: int = 256 << 20
     """The most that is under way to one tier."""
     memory: int | None = None
@@ -107,16 +105,10 @@ class Moves:
         self._memory = -1 if self._options.memory is None else self._options.memory
         self._pending: tuple[OrderedDict[Key, _Pending], ...] = tuple(OrderedDict() for _ in self._tiers)
         """By target, oldest first."""
-        self._under_way: tuple[set[Key], ...] = tuple(set() for _ in self._tiers)
-        """By target."""
         self.bytes_under_way: Final = [0] * len(self._tiers)
         """Bytes per rank that are on their way, by target."""
         self._moved_s = [float("-inf")] * len(self._tiers)
         """By target: when a move succeeded last."""
-        self._unsaved: set[Key] = set()
-        """Chunks that are pinned in memory for farther tiers."""
-        self.unsaved_bytes = 0
-        """Their bytes per rank."""
         self._prefetches: deque[_Prefetch] = deque()
         """Prefetches whose chunks are being looked up."""
         self._numbers = count(1)
@@ -139,15 +131,9 @@ class Moves:
         pending = _Pending(now_s)
         for key, states in chunks:
             nearest = states.index(_READY)
-            lacking = [at for at in range(nearest + 1, len(states)) if states[at] is None or states[at] is _EVICTING]
-            for target in lacking:
-                self._enqueue(target, key, pending)
-            if lacking and nearest == self._memory and key not in self._unsaved and _READY not in states[nearest + 1 :]:
-                slot_bytes = self._catalog.slot_bytes(key)
-                if self.unsaved_bytes + slot_bytes <= self._options.unsaved_limit_bytes:
-                    self._tiers[self._memory].pin((key,))
-                    self._unsaved.add(key)
-                    self.unsaved_bytes += slot_bytes
+            for target in range(nearest + 1, len(states)):
+                if states[target] is None or states[target] is _EVICTING:
+                    self._enqueue(target, key, pending)
 
     def prefetch(
         self,
@@ -186,19 +172,14 @@ class Moves:
         """Record an ended move; its target and source are released. ``how``: ``ok``, ``gone``, or what failed."""
         target = move.target.tier
         self.bytes_under_way[target] -= move.target.slot_bytes
-        self._under_way[target].remove(move.key)
         if how == "ok":
             self._moved_s[target] = now_s
-            self._unpin(move.key)
         elif target != self._memory:
             self._catalog.counts["write_through_failures", target, how] += 1
-        self._unpin_if_done(move.key)
         self._moved(move.prefetch)
 
     def clear(self) -> None:
-        """Forget pending moves, and take back their pins. Moves under way go on until ``settled``."""
-        for key in list(self._unsaved):
-            self._unpin(key)
+        """Forget pending moves. Moves under way go on until ``settled``."""
         for pending in self._pending:
             pending.clear()
         while self._prefetches:
@@ -317,7 +298,6 @@ class Moves:
                     break  # chunks after a gap are of no use
                 continue
             self.bytes_under_way[target] += slot_bytes
-            self._under_way[target].add(key)
             begun.append(Move(key, self._tiers[source].pin((key,))[0], location, prefetch))
             if len(begun) >= MAX_BEGUN:
                 break
@@ -352,18 +332,4 @@ class Moves:
         prefetch = self._pending[target].pop(key).prefetch
         if why:
             self._catalog.counts["write_through_failures", target, why] += 1
-        self._unpin_if_done(key)
         self._moved(prefetch)
-
-    # Pins of unsaved chunks
-
-    def _unpin(self, key: Key) -> None:
-        if key in self._unsaved:
-            self._unsaved.remove(key)
-            self.unsaved_bytes -= self._catalog.slot_bytes(key)
-            self._tiers[self._memory].unpin((key,))
-
-    def _unpin_if_done(self, key: Key) -> None:
-        """Unpin a chunk if no move to a farther tier is pending or under way."""
-        if key in self._unsaved and not any(key in keys for keys in (*self._pending, *self._under_way)):
-            self._unpin(key)

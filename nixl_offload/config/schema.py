@@ -186,17 +186,6 @@ class MemoryConfig(_Tier):
     Allocated whole at start. If an engine spans several machines, each machine provides the share of its own ranks."""
     promote: bool = True
     """Keep in memory what a farther tier serves."""
-    unsaved_limit_bytes: SizeBytes | None = Field(default=None, alias="unsaved_limit", ge=0)
-    """How much may wait, pinned, for the next tier; what exceeds it may be evicted. If omitted, a quarter of
-    ``capacity``."""
-
-    @model_validator(mode="after")
-    def _check(self) -> MemoryConfig:
-        if (self.unsaved_limit_bytes or 0) > self.capacity_bytes:
-            raise _refusal(
-                f"is more than the capacity; allowed: up to {format_size(self.capacity_bytes)}", "unsaved_limit"
-            )
-        return self
 
 
 class DirectoryConfig(_Tier):

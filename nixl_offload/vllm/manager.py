@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, cast
 
-from vllm.config import ParallelConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     Locality,
@@ -36,13 +36,12 @@ from nixl_offload.config import Config, TierConfig
 from nixl_offload.errors import NixlOffloadError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.tiers.base import Tier
-from nixl_offload.tiers.slot_tier import rank_memory_bytes
 from nixl_offload.types import Key, Lookup, LookupContext, key_group
 from nixl_offload.vllm.identity import with_loaded_weights
 from nixl_offload.vllm.load_decision import LoadDecider
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketReport, TicketSpec
 from nixl_offload.vllm.metrics import MetricsReporter
-from nixl_offload.vllm.serving_tiers import ServingTiers, sharing_engines
+from nixl_offload.vllm.serving_tiers import ServingTiers
 from nixl_offload.vllm.vllm_scheduler import notes_of
 
 logger = logging.getLogger(__name__)
@@ -85,20 +84,6 @@ def label_of(tier: TierConfig, *, is_local: bool) -> TierLabel:
     if tier.kind == "shared_dir" and is_local:
         return _LABELS["slab"]._replace(reports_removals=False)
     return _LABELS[tier.kind]
-
-
-def chain_options(config: Config, parallel: ParallelConfig) -> ChainOptions:
-    """Return the config's options for moves between tiers, in bytes per rank."""
-    memory = config.memory
-    if memory is None:
-        return ChainOptions(write_through_backlog_bytes=config.staging_bytes)
-    unsaved_bytes = memory.capacity_bytes // 4 if memory.unsaved_limit_bytes is None else memory.unsaved_limit_bytes
-    return ChainOptions(
-        promote=memory.promote,
-        unsaved_limit_bytes=rank_memory_bytes(unsaved_bytes, parallel.world_size, len(sharing_engines(parallel))),
-        write_through_backlog_bytes=config.staging_bytes,
-        memory=0,
-    )
 
 
 class NixlOffloadManager(OffloadingManager):
@@ -169,12 +154,17 @@ class NixlOffloadManager(OffloadingManager):
         self.serving.reopen(with_loaded_weights(self._first, self._loaded_weights))
 
     def _make_catalog(self) -> None:
+        memory = self._config.memory
         self.catalog = Catalog(
             [Tier() for _ in self._config.tiers],  # has nothing, until a tier joins
             world_size=self._parallel.world_size,
             slot_bytes=lambda key: self._slot_bytes[key_group(key)],
             store_backlog_bytes=STORE_BACKLOG_STAGINGS * self._config.staging_bytes,
-            chain=chain_options(self._config, self._parallel),
+            chain=ChainOptions(
+                promote=memory is None or memory.promote,
+                write_through_backlog_bytes=self._config.staging_bytes,
+                memory=None if memory is None else 0,
+            ),
             store_after=self._config.store_after,
         )
 

@@ -72,8 +72,6 @@ unstored_chunks | counter | cause | chunks |
     again when computed again. | no_room rises: staging or storage is too slow
 pending_chunks | gauge | tier | chunks |
     Chunks that wait for their write-through to a tier. | Grows without end: the tier is too slow
-unsaved_bytes | gauge | - | bytes per rank |
-    Bytes pinned in memory until the next tiers have them. | At unsaved_limit: new chunks may never reach the next tiers
 write_through_failures | counter | tier cause | chunks |
     Chunks that write-through did not bring to a tier: failed, corrupt, dropped, tainted, gone (evicted or reset
     before), refused (the tier took nothing for 30 s) or overflow (too many waited). Of memory: the last three, for

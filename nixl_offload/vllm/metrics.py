@@ -175,7 +175,6 @@ class MetricsReporter:
         for position, (kind, tier) in enumerate(zip(self._kinds, catalog.tiers, strict=True)):
             if position:
                 self._show("pending_chunks", catalog.moves.pending[position], kind)
-                self._show("unsaved_bytes", catalog.moves.unsaved_bytes)
             statistics = tier.statistics()
             if isinstance(statistics, SlotStatistics):
                 self._show("used_bytes", statistics.used_bytes, kind)

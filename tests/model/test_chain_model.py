@@ -87,7 +87,6 @@ class ChainMachine(RuleBasedStateMachine):
     @initialize(
         kinds=st.sampled_from(CHAINS),
         promote=st.sampled_from([True, True, True, False]),
-        unsaved_limit=st.sampled_from([5 * SLOT_MAX, 2 * SLOT_MAX, 0]),
         write_through_backlog=st.sampled_from([3 * SLOT_MAX, 1 << 30, 1]),
         store_backlog=st.sampled_from([1 << 30, 3 * SLOT_MAX]),
         store_after=st.sampled_from([1, 1, 1, 2]),
@@ -97,7 +96,6 @@ class ChainMachine(RuleBasedStateMachine):
         self,
         kinds: tuple[str, ...],
         promote: bool,
-        unsaved_limit: int,
         write_through_backlog: int,
         store_backlog: int,
         store_after: int,
@@ -106,7 +104,6 @@ class ChainMachine(RuleBasedStateMachine):
         """Begin with ``stored`` chunks offered, so that tiers may be full."""
         chain = ChainOptions(
             promote=promote,
-            unsaved_limit_bytes=unsaved_limit,
             write_through_backlog_bytes=write_through_backlog,
             memory=0 if kinds[0] == "memory" else None,
         )
@@ -257,7 +254,7 @@ EVERYWHERE = (
         "promotion ok",
         "promotion failed",
     ),
-    *("store tainted", "late write", "load corrupt", "write_through corrupt", "steps with unsaved chunks pinned"),
+    *("store tainted", "late write", "load corrupt", "write_through corrupt"),
     *("evicted or dropped", "reset", "restart", "kill", "found after a restart", "written after the end"),
 )
 """What has to have happened, or the runs prove little."""

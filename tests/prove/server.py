@@ -436,7 +436,6 @@ class Server:
             store_backlog_bytes=backlog_bytes,
             chain=ChainOptions(
                 promote=memory is not None,
-                unsaved_limit_bytes=0 if memory is None else memory.capacity_bytes // len(self.ranks) // 4,
                 write_through_backlog_bytes=backlog_bytes,
                 memory=None if memory is None else 0,
             ),

@@ -50,7 +50,6 @@ class Chain:
         file_slots: int = 64,
         buckets: int = 0,
         world_size: int = 1,
-        unsaved_slots: int = 1000,
         promote: bool = True,
         write_through_backlog_slots: int = 1000,
         store_backlog_slots: int = 1000,
@@ -72,10 +71,7 @@ class Chain:
             slot_bytes=lambda key: self._slot_sizes[key in keys(*large)],
             store_backlog_bytes=store_backlog_slots * SLOT,
             chain=ChainOptions(
-                promote=promote,
-                unsaved_limit_bytes=unsaved_slots * SLOT,
-                write_through_backlog_bytes=write_through_backlog_slots * SLOT,
-                memory=MEMORY,
+                promote=promote, write_through_backlog_bytes=write_through_backlog_slots * SLOT, memory=MEMORY
             ),
             store_after=store_after,
         )
@@ -197,7 +193,6 @@ class Chain:
         assert not self.catalog.moves.has_pending, "an idle engine would step for ever"
         assert self.catalog.open_tickets == 0
         assert self.held() == 0, "a pin or a reservation was not taken back"
-        assert self.catalog.moves.unsaved_bytes == 0
         assert not any(self.catalog.moves.bytes_under_way)
         assert not any(self.catalog.storing_bytes)
         self.check()

@@ -41,7 +41,7 @@ def file_refusal(tmp_path: Path, text: str) -> str:
 
 
 def test_a_chain_is_read_and_rendered_back() -> None:
-    memory = {**MEMORY_TIER, "promote": False, "unsaved_limit": "32GiB"}
+    memory = {**MEMORY_TIER, "promote": False}
     options = {"drain_timeout": "1500ms", "store_after": 255, "slow_hits": "take"}
     config = parse_config({**options, "tiers": [memory, SHARED_DIR_TIER, S3_TIER]})
     assert (config.drain_timeout_s, config.store_after, config.slow_hits) == (1.5, 255, "take")
@@ -68,7 +68,6 @@ def test_values_are_normalised(field: str, written: str, kept: str) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     # a tier, where, what is said
-    ({**MEMORY_TIER, "unsaved_limit": "33GiB"}, "unsaved_limit", "is more than the capacity; allowed: up to 32GiB"),
     ({**MEMORY_TIER, "promte": True}, "promte", "unknown field (did you mean 'promote'?); allowed: kind, capacity, "),
     ({**SLAB_TIER, "path": "kv"}, "path", "'kv' is refused; allowed: an absolute path, such as /mnt"),
     ({**SLAB_TIER, "capacity": True}, "capacity", "True is not a size; allowed: "),

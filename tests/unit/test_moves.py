@@ -88,40 +88,39 @@ def test_a_smaller_chunk_does_not_overtake_a_larger_one(make: MakeChain) -> None
     assert [write[0] for write in chain.write_through()] == keys(2, 3)
 
 
-def test_what_is_nowhere_else_keeps_its_place_in_memory(make: MakeChain) -> None:
+def test_a_pending_write_whose_source_is_evicted_is_dropped(make: MakeChain) -> None:
     chain = make(memory_slots=2)
     chain.store(1, 2)
-    assert chain.catalog.moves.unsaved_bytes == 2 * SLOT
-    chain.store(3)
-    assert chain.holders(3) == [FILE], "memory is full of pins: the next tier takes it"
-    chain.write_through()
     assert chain.pinned(MEMORY) == 0
-    chain.store(4)
-    assert chain.holders(4) == [MEMORY]
-    assert sorted(chain.holders(1) + chain.holders(2)) == [MEMORY, FILE, FILE], "one of them made room"
-
-
-def test_beyond_the_limit_chunks_are_not_pinned_and_a_pending_write_without_source_is_dropped(make: MakeChain) -> None:
-    chain = make(memory_slots=2, unsaved_slots=1)
-    chain.store(1, 2)
-    assert chain.pinned(MEMORY) == 1
     chain.store(3)
-    assert chain.holders(2) == [], "not pinned, so it was evicted"
+    assert chain.holders(2) == [], "the prompt's end makes room, though no other tier has it"
     assert [written[0] for written in chain.write_through()] == keys(1, 3)
     assert chain.told(FILE) == {"ok": 2, "gone": 1}
 
 
-def test_a_chunk_that_one_farther_tier_has_is_pinned_no_longer(make: MakeChain) -> None:
-    """Nor is it when it is offered again. The bucket gets it from the file once memory has given it up."""
-    chain = make(memory_slots=2, unsaved_slots=2, buckets=1)
+def test_the_slot_of_a_move_under_way_is_given_to_nobody(make: MakeChain) -> None:
+    """Nobody else has the chunk yet. Its rank may read the slot until it reports, whoever drops the chunk meanwhile."""
+    chain = make(memory_slots=2, write_through_backlog_slots=1)
     chain.store(1, 2)
-    assert chain.catalog.moves.unsaved_bytes == 2 * SLOT
+    (grant,) = chain.begin()
+    chain.store(3)
+    assert (chain.holders(1), chain.holders(2)) == ([MEMORY], []), "the one that waits makes room"
+    chain.tiers[MEMORY].drop(key(1))
+    for number in (4, 5):
+        chain.store(number)
+        assert chain.tiers[MEMORY].pin(keys(number)) != [grant.sources[0]]
+        chain.tiers[MEMORY].unpin(keys(number))
+    chain.report(grant.ticket)
+    assert chain.holders(1) == [FILE], "whole, as it was read"
+
+
+def test_the_bucket_gets_a_chunk_from_the_file_once_memory_has_given_it_up(make: MakeChain) -> None:
+    chain = make(memory_slots=2, buckets=1)
+    chain.store(1, 2)
     chain.write_through(to=(FILE,))
     for grant in [ticket for ticket in chain.open if ticket]:
         chain.report(grant, dict.fromkeys(range(2), Outcome.FAILED))
-    assert chain.catalog.moves.unsaved_bytes == 0
     assert chain.reserve(1, 2) is None
-    assert chain.catalog.moves.unsaved_bytes == 0
     chain.store(3, 4)
     assert [write[1:] for write in chain.write_through(to=(BUCKET,))][:2] == [(FILE, BUCKET)] * 2
 
@@ -199,7 +198,6 @@ def test_so_many_writes_are_pending_at_most(make: MakeChain, monkeypatch: pytest
     chain.store(*range(5))
     assert chain.catalog.moves.pending == (0, 3)
     assert chain.told(FILE) == {"overflow": 2}
-    assert chain.pinned(MEMORY) == 3
     assert [written[0] for written in chain.write_through()] == keys(2, 3, 4), "the oldest went"
 
 
@@ -238,33 +236,12 @@ def test_a_reset_forgets_what_is_pending_and_what_is_on_its_way(make: MakeChain)
     chain.catalog.clear()
     assert not chain.catalog.moves.has_pending
     assert chain.catalog.in_flight_stores() == [], "nothing that a next engine should look for"
-    assert chain.catalog.moves.unsaved_bytes == 0
     assert chain.held() == 2, "source and target, as long as a rank touches them"
     chain.report(grant.ticket)
     assert chain.held() == 0
     assert chain.holders(1) == []
     assert chain.told(FILE) == {"gone": 1}
     assert chain.catalog.take_changes() == []
-
-
-def test_a_write_from_before_a_reset_takes_no_later_pin_back(make: MakeChain) -> None:
-    chain = make(buckets=1, file_slots=8)
-    chain.store(1)
-    chain.write_through(to=[FILE])
-    (old,) = (ticket for ticket in chain.open)
-    chain.tiers[MEMORY].clear()
-    chain.report(old, {0: Outcome.FAILED})
-    chain.reserve(1)
-    (grant,) = chain.begin()
-    assert grant.sources[0].tier == FILE
-    chain.catalog.clear()
-    chain.store(1)
-    assert chain.catalog.moves.unsaved_bytes == SLOT
-    chain.report(grant.ticket)
-    assert chain.catalog.moves.unsaved_bytes == SLOT, "the new one waits for its own writes"
-    assert chain.pinned(MEMORY) == 1
-    chain.write_through()
-    assert chain.pinned(MEMORY) == 0
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -274,7 +251,7 @@ def test_a_chunk_that_a_load_finds_damaged_while_its_write_is_pending(make: Make
     grants = chain.begin() if begun else []
     chain.load(1, failed={0: Outcome.CORRUPT})
     assert chain.holders(1) == []
-    assert chain.tiers[MEMORY].state(key(1)) is State.EVICTING
+    assert chain.tiers[MEMORY].state(key(1)) is (State.EVICTING if begun else None)
     for grant in grants:
         chain.report(grant.ticket, {0: Outcome.CORRUPT})
     chain.begin()
@@ -473,7 +450,6 @@ def test_no_pin_is_left_whatever_happens(make: MakeChain, seed: int) -> None:
         memory_slots=chance.choice([2, 6]),
         file_slots=chance.choice([0, 3, 12]),
         buckets=chance.random() < 0.7,
-        unsaved_slots=chance.choice([0, 1, 3, 100]),
         promote=chance.random() < 0.8,
         write_through_backlog_slots=chance.choice([1, 4, 100]),
         store_backlog_slots=chance.choice([2, 100]),
@@ -510,7 +486,6 @@ def test_no_pin_is_left_whatever_happens(make: MakeChain, seed: int) -> None:
         else:
             is_prefix = chance.random() < 0.5
             chain.catalog.moves.prefetch(keys(*some), range(len(some)), chain.now_s, is_prefix=is_prefix, groups=1)
-        assert 0 <= chain.catalog.moves.unsaved_bytes <= chain.catalog.chain.unsaved_limit_bytes
         chain.check()
 
 
@@ -552,34 +527,6 @@ def test_what_begins_late_keeps_those_behind_it(make: MakeChain) -> None:
     assert [write[0] for write in chain.write_through()] == keys(1)
     assert [write[0] for write in chain.write_through()] == keys(2)
     assert chain.told(FILE) == {"ok": 2}
-
-
-def test_a_write_that_failed_saves_nothing(make: MakeChain) -> None:
-    """While another tier is still to take the chunk, it is no safer than before."""
-    chain = make(buckets=1, unsaved_slots=1)
-    chain.store(1)
-    for grant in chain.begin():
-        if grant.targets[0].tier == FILE:
-            chain.report(grant.ticket, {0: Outcome.FAILED})
-    chain.store(2)
-    assert [chain.tiers[MEMORY]._index.pins(key(number)) for number in (1, 2)] == [2, 0], "one for what is under way"
-
-
-def test_a_chunk_that_is_stored_in_a_farther_tier_too_is_unpinned_when_its_move_fails(make: MakeChain) -> None:
-    chain = make(memory_slots=1, buckets=1)
-    fills, store = chain.reserve(9), chain.reserve(1)
-    assert fills is not None
-    assert store is not None
-    assert store.locations[0].tier == FILE
-    chain.report(fills.ticket)
-    chain.write_through()
-    assert chain.tiers[MEMORY].reserve(key(1), SLOT, []) is not None, "another engine's chunk is promoted"
-    assert chain.tiers[MEMORY].commit(keys(1))
-    assert chain.reserve(1) is None, "it goes on to the bucket, where it is gone by now"
-    assert chain.pinned(MEMORY) == 1
-    chain.write_through(Outcome.FAILED)
-    assert chain.pinned(MEMORY) == 0
-    chain.report(store.ticket, {0: Outcome.FAILED})
 
 
 def test_a_chunk_that_is_gone_is_held_by_nobody(make: MakeChain) -> None:

@@ -356,12 +356,12 @@ def test_a_server_that_is_down(workshop: Workshop, server: RcloneServer, referen
 def test_memory_and_files_in_front_of_a_bucket_that_stalls(
     workshop: Workshop, server: RcloneServer, reference: Reference
 ) -> None:
-    """Hits are not delayed, what waits to be written stays within its bound, and the bucket is in use again later.
+    """Hits are not delayed, memory does not grow, and the bucket is in use again later.
 
     In each round four prompts are stored that nobody has seen, 16 MiB: twice the bound on memory's growth in all.
     """
-    known, limit, held_s = chunk_prompts(4, seed=811), 4 << 20, 8.0
-    memory = {"kind": "memory", "capacity": "16MiB", "unsaved_limit": f"{limit >> 20}MiB"}
+    known, held_s = chunk_prompts(4, seed=811), 8.0
+    memory = {"kind": "memory", "capacity": "16MiB"}
     files = slab(workshop.scratch / "stall", "1GiB").tier
     with FaultProxy(server.port) as proxy:
         far = server.tier("stall", endpoint=proxy.endpoint, lookup={"timeout": f"{held_s:.0f}s"})
@@ -379,7 +379,6 @@ def test_memory_and_files_in_front_of_a_bucket_that_stalls(
                     assert answer.external_hit_tokens == FULL_TOKENS
                     assert answer.total_s < held_s / 2
                 engine.generate([next(FRESH) for _ in range(4)])
-                assert engine.metrics()["vllm:nixl_offload_unsaved_bytes"] <= limit
             assert engine.metrics()["vllm:external_prefix_cache_hits"] - before == 6 * len(known) * FULL_TOKENS
             assert _resident_bytes(engine) - before_bytes < 48 << 20
             held.release()

@@ -379,8 +379,6 @@ class FaultCell:
             tiers.append({"kind": "memory", "capacity": MEMORY_BYTES})
         if not is_memory or self.point not in {"lookup", "store", "load", "eviction"}:
             tiers.append(self.medium.tier())
-        if is_memory and self.point == "promotion" and self.rng.random() < 0.3:
-            tiers[0]["unsaved_limit"] = "0B"
         config = config_of(*tiers, staging_bytes=staging_bytes, verify=options["verify"])
         self.server = Server(config, shape=self._shape, ranks=self._ranks, is_hasty=True)
         return self.server

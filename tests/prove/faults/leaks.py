@@ -109,8 +109,8 @@ def _held(server: Server) -> list[str]:
         if held := len(tier._index._held):
             found.append(f"tier {position}: {held} chunks are held")
     stored, moves = server.catalog.storing_bytes, server.catalog.moves
-    if any((moves.unsaved_bytes, *stored, *moves.bytes_under_way)):
-        found.append(f"bytes stored {stored}, moved {moves.bytes_under_way}, unsaved {moves.unsaved_bytes}")
+    if any((*stored, *moves.bytes_under_way)):
+        found.append(f"bytes stored {stored}, moved {moves.bytes_under_way}")
     for rank in server.ranks:
         for position, engine in rank.chain._engines.items():
             in_flight = engine.in_flight
