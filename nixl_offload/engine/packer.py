@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 
 from nixl_offload.chunk.checksum import payload_checksums
 from nixl_offload.chunk.layout import KVLayout
@@ -130,7 +129,7 @@ class Packer:
         raise NotImplementedError
 
     def sums(self, group: int, block_ids: Sequence[BlockIds], fence: Fence) -> Summed:
-        """Sum each chunk's KV blocks in place, once ``fence`` is done."""
+        """Sum each chunk's KV blocks, once ``fence`` is done. The host sums a copy of them."""
         raise NotImplementedError
 
     def clear(self, group: int, block_ids: BlockIds, fence: Fence) -> Fence:
@@ -223,7 +222,6 @@ class HostPacker(Packer):
 
     def __init__(self, tensors: Sequence[npt.NDArray[np.uint8]], pages: Sequence[Sequence[Page]]) -> None:
         super().__init__(tensors, pages)
-        self._views = [[page.of(tensors) for page in group] for group in pages]
         self._copies: list[list[HostCopy]] = [
             host_copies_of([(page.of(tensors), page.column, page.bytes) for page in group]) for group in pages
         ]
@@ -247,21 +245,12 @@ class HostPacker(Packer):
         return Summed(READY, payloads)
 
     def sums(self, group: int, block_ids: Sequence[BlockIds], fence: Fence) -> Summed:
-        found = []
-        for chunk in block_ids:
-            sums = np.empty(len(chunk), dtype=np.uint64)
-            for row, block in enumerate(chunk.tolist()):
-                digest = xxhash.xxh3_64()
-                for view in self._views[group]:
-                    digest.update(view[block].data)
-                sums[row] = digest.intdigest()
-            found.append(sums)
-        return Summed(READY, sums=found)
+        width = self.block_bytes[group]
+        return self.gather_many(group, [(ids, np.empty((len(ids), width), np.uint8)) for ids in block_ids], fence)
 
     def clear(self, group: int, block_ids: BlockIds, fence: Fence) -> Fence:
-        for view in self._views[group]:
-            view[block_ids] = 0
-        return READY
+        rows = np.broadcast_to(np.uint8(0), (len(block_ids), self.block_bytes[group]))
+        return self.scatter_many(group, [(block_ids, rows)], fence)
 
 
 def pages_of(layout: KVLayout) -> list[list[Page]]:
