@@ -80,34 +80,25 @@ def _verify(paths: LinkPaths, batch: Batch) -> Steps:
 
 
 def _await_load(paths: LinkPaths, batch: Batch) -> Steps:
-    """As ``Batch.ends``. While storage is late, new loads go through staging, where they can be given up. This load
-    cannot: its blocks may still be written. Time counts from its submit, also in a split batch.
+    """As ``Batch.ends``. If storage is late, or may still write after a failure, later loads of the group go through
+    staging, where they can be given up. This load cannot. Time counts from its submit, also in a split batch.
     """
     plan, group, late_s = batch.plan, batch.chunks[0].group, (batch.submitted_s or 0.0) + LATE_S
     try:
         for _ in batch.ends():
-            if paths.table.clock() >= late_s and not plan.late_loads.issuperset(batch.alive):
+            if paths.table.clock() >= late_s and plan.path == "direct":
                 plan.path = plan.packed
-                plan.late_loads.update(batch.alive)
                 logger.error(
                     "A load into KV blocks has not ended within %.0f s: its request waits until storage answers. Group "
-                    "%d goes through staging until then",
+                    "%d goes through staging from now on",
                     LATE_S,
                     group,
                 )
             yield
     finally:
-        if batch.is_quarantined:
-            if plan.path == "direct":
-                logger.error(
-                    "A failed load may still write to KV blocks; group %d goes through staging from now on", group
-                )
+        if batch.is_quarantined and plan.path == "direct":
             plan.path = plan.packed
-            plan.late_loads.update(batch.chunks)
-        elif plan.late_loads and not batch.is_pending:  # what is still under way goes on in a batch of its own
-            plan.late_loads.difference_update(batch.chunks)
-            if not plan.late_loads:
-                plan.path = "direct"
+            logger.error("A failed load may still write to KV blocks; group %d goes through staging from now on", group)
 
 
 def _transfers(paths: LinkPaths, chunks: Sequence[Chunk]) -> Iterator[Transfer]:

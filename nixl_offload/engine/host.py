@@ -15,7 +15,6 @@ import mmap
 import os
 import platform
 import resource
-import statistics
 import threading
 import time
 from collections import deque
@@ -55,14 +54,8 @@ STEP_BYTES = 64 << 20
 """Bytes that a thread brings in at once. Before each step the machine's free memory is checked again."""
 MAX_THREADS = 8
 """Of one rank. They clear 20 GB/s or more, which the ranks of a machine divide."""
-CRAWL_BYTES_PER_S = 256 << 20
-"""A thread that gets huge pages slower than this takes small pages from then on, if the kernel is compacting memory:
-making huge pages of small free pieces may take many times as long."""
-CRAWL_STEPS = 3
-"""The median of this many steps counts."""
 
 _MADV_POPULATE_WRITE = 23
-_MADV_NOHUGEPAGE = 15
 _MPOL_PREFERRED = 1
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _REGISTER_PORTABLE = 1
@@ -263,45 +256,30 @@ def populate(memory: npt.NDArray[np.uint8], threads: int, before: Callable[[int]
     ``before`` is called before each step with the bytes that are left; its exceptions are raised here. Raises TierError
     with cause ``full`` if the kernel refuses. The caller closes the iterator, which waits for the helper threads.
     """
-    total_bytes, rates, are_huge = len(memory), deque[float](maxlen=CRAWL_STEPS), True
-    stalls = machine.compaction_stalls()
+    total_bytes = len(memory)
     pool = ThreadPoolExecutor(threads, thread_name_prefix="nixl-offload-populate")
-    steps: deque[tuple[int, Future[float]]] = deque()
+    steps: deque[tuple[int, Future[None]]] = deque()
     try:
         for begin in range(0, total_bytes, STEP_BYTES):
             before(total_bytes - begin)
             end = min(total_bytes, begin + STEP_BYTES)
-            if are_huge and len(rates) == CRAWL_STEPS and statistics.median(rates) < CRAWL_BYTES_PER_S:
-                before_stalls, stalls = stalls, machine.compaction_stalls()
-                are_huge = before_stalls is not None and stalls is not None and stalls <= before_stalls
-                if not are_huge:
-                    logger.warning(
-                        "Host memory: huge pages come at %.2f GiB/s a thread, most likely because free memory is in "
-                        "pieces. What is left, %.1f GiB, is taken in small pages: copies to and from it may be "
-                        "slower. Start before other programs fill the page cache, or write 1 to "
-                        "/proc/sys/vm/compact_memory first.",
-                        statistics.median(rates) / 2**30,
-                        (total_bytes - begin) / 2**30,
-                    )
-                    # a kernel without huge pages refuses: no harm
-                    _LIBC.madvise(memory[begin:].ctypes.data, align_up(total_bytes - begin), _MADV_NOHUGEPAGE)
             try:
                 step = pool.submit(_bring_in, memory[begin:end])
             except RuntimeError:  # no thread can be started: this one does it
+                _bring_in(memory[begin:end])
                 step = Future()
-                step.set_result(_bring_in(memory[begin:end]))
+                step.set_result(None)
             steps.append((end, step))
             while len(steps) > threads or (steps and (end == total_bytes or steps[0][1].done())):
                 ready_bytes, step = steps.popleft()
-                rates.append(STEP_BYTES / max(step.result(), 1e-9))
+                step.result()
                 yield ready_bytes
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _bring_in(memory: npt.NDArray[np.uint8]) -> float:
-    """Make memory present; return the seconds that took. Raises TierError."""
-    began_s = time.monotonic()
+def _bring_in(memory: npt.NDArray[np.uint8]) -> None:
+    """Make memory present. Raises TierError."""
     while _LIBC.madvise(memory.ctypes.data, len(memory), _MADV_POPULATE_WRITE):
         code = ctypes.get_errno()
         if code == errno.EINVAL:  # Linux before 5.14
@@ -309,7 +287,6 @@ def _bring_in(memory: npt.NDArray[np.uint8]) -> float:
             break
         if code not in {errno.EINTR, errno.EAGAIN}:
             raise TierError(f"host memory cannot be had: {os.strerror(code)}", cause="full")
-    return time.monotonic() - began_s
 
 
 def _cudart() -> Any:

@@ -42,10 +42,8 @@ class GroupPlan:
     """The mover's."""
     path: TransferPath = "host"
     packed: TransferPath = "host"
-    """Where chunks are packed when they do not go direct. A quarantined direct load sets ``path`` to this for good; a
-    late one does so until it has ended."""
-    late_loads: set[object] = field(default_factory=set)
-    """Late or quarantined chunks; while there are any, ``path`` is not direct."""
+    """Where chunks are packed when they do not go direct. A late or quarantined direct load sets ``path`` to this for
+    good."""
     reads_whole: bool = False
     """Loads read whole images, because the MAC covers the image."""
     goes_singly: bool = False

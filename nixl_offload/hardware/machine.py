@@ -104,11 +104,6 @@ def room(root: str = "/") -> Room:
     return min(found, key=lambda each: each.available_bytes)
 
 
-def compaction_stalls() -> int | None:
-    """Return how often somebody on this machine has waited for the kernel to compact memory; None: it does not say."""
-    return _fields("/", "/proc/vmstat").get("compact_stall")
-
-
 def _left(root: str, mount: str, path: str, limit: str, usage: str, total: str) -> Iterator[Room]:
     """Yield the room of the group ``path`` and of each group above it. In a container the mount may be the group."""
     inner = Path(mount, path.strip("/"))

@@ -1,6 +1,5 @@
 """Proves: the host slab is aligned, present and disjoint; what the machine or a control group cannot give is refused
-before anything is allocated, with a capacity that would do; memory goes back; an error leaves no helper at work; huge
-pages are given up where they crawl because the kernel compacts memory, and only there.
+before anything is allocated, with a capacity that would do; memory goes back; an error leaves no helper at work.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing
-from itertools import count, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,11 +157,11 @@ def mapped(length_bytes: int) -> npt.NDArray[np.uint8]:
 def test_an_error_comes_out_and_nobody_is_left_at_work(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real, begun = host_module._bring_in, []
 
-    def fails(memory: npt.NDArray[np.uint8]) -> float:
+    def fails(memory: npt.NDArray[np.uint8]) -> None:
         begun.append(memory.ctypes.data)
         if where == "helper" and len(begun) == 2:
             raise TierError("host memory cannot be had", cause="full")
-        return real(memory)
+        real(memory)
 
     def room(wanted_bytes: int) -> None:
         if where == "room" and wanted_bytes <= 56 * MIB:
@@ -184,31 +182,12 @@ def test_an_error_comes_out_and_nobody_is_left_at_work(where: str, monkeypatch: 
 
 @pytest.mark.usefixtures("steps")
 def test_where_no_thread_can_be_started_the_caller_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(*_: Any) -> Future[float]:
+    def refuses(*_: Any) -> Future[None]:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(host_module.ThreadPoolExecutor, "submit", refuses)
     with closing(populate(mapped(4 * MIB), 2, lambda _: None)) as ready:
         assert list(ready) == [2 * MIB, 4 * MIB]
-
-
-@pytest.mark.usefixtures("steps")
-@pytest.mark.parametrize(("stalls", "is_given_up"), [(count(5), True), (repeat(None), True), (repeat(5), False)])
-def test_where_huge_pages_crawl_for_compaction_the_rest_is_asked_for_in_small_ones(
-    stalls: Iterator[int | None], is_given_up: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is logged once. Huge pages are kept if the machine is merely slow."""
-    real, memory = host_module._bring_in, mapped(64 * MIB)
-    monkeypatch.setattr(machine, "compaction_stalls", lambda: next(stalls))
-    monkeypatch.setattr(host_module, "_bring_in", lambda piece: min(real(piece), 0.0) + 1.0)
-    with closing(populate(memory, 2, lambda _: None)) as ready:
-        assert list(ready)[-1] == 64 * MIB
-    begin, end = memory.ctypes.data, memory.ctypes.data + len(memory)
-    small = [(max(a, begin), min(b, end)) for a, b, flags in flags_of(begin) if "nh" in flags and a < end]
-    assert (sum(b - a for a, b in small) > 32 * MIB) == is_given_up
-    assert min((a for a, _ in small), default=end) > begin
-    assert not memory.any()
-    assert caplog.text.count("huge pages come at 0.00 GiB/s a thread") == is_given_up
 
 
 # -- what can be had ------------------------------------------------------------------------------------------------
