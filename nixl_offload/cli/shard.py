@@ -51,13 +51,15 @@ class ChunkChecker:
 
     def check(self, namespace: NamespaceInfo, chunk: ChunkInfo) -> tuple[ShardFault, ...]:
         """Read all shards of a chunk completely, and return their faults."""
-        faults = []
+        faults, group = [], key_group(chunk.key)
+        numbers = {*namespace.shards_of(group)}
         for shard in chunk.shards:
-            if words := namespace.why_no_shard(chunk.key, shard.number):
+            if namespace.shards is not None and shard.number not in numbers:
+                words = f"a chunk of KV group {group} has no shard {shard.number}"
                 faults.append(ShardFault(shard.number, shard.place, "number", words))
             elif fault := self._check_shard(namespace, chunk, shard):
                 faults.append(fault)
-        for number in sorted({*namespace.shards_of(key_group(chunk.key))} - {shard.number for shard in chunk.shards}):
+        for number in sorted(numbers - {shard.number for shard in chunk.shards}):
             words = f"shard {number} is not there: the chunk is incomplete, and cannot be loaded"
             faults.append(ShardFault(number, "", "missing", words))
         return tuple(faults)

@@ -46,9 +46,6 @@ HUGE_PAGE_BYTES = 2 << 20
 PIN_PIECE_BYTES = 1 << 30
 """Memory is page-locked in pieces that end at multiples of this *address*, so that progress can be logged. A copy to or
 from a device must not cross from one piece into the next: see ``device_packer``."""
-RESERVE_SHARE = 1 / 16
-RESERVE_LIMIT_BYTES = 2 << 30
-"""Part of the available memory that is left for what the engine allocates later."""
 LOG_EVERY_S = 5.0
 STEP_BYTES = 64 << 20
 """Bytes that a thread brings in at once. Before each step the machine's free memory is checked again."""
@@ -186,20 +183,20 @@ class HostSlab:
         Checked before each step, because other ranks of this machine take memory at the same time. Steps that have
         begun were checked before.
         """
-        available_bytes, limited_by = machine.room()
-        usable_bytes = available_bytes - min(int(available_bytes * RESERVE_SHARE), RESERVE_LIMIT_BYTES)
-        if wanted_bytes <= usable_bytes:
+        room = machine.room()
+        if wanted_bytes <= room.usable_bytes:
             return
         had_bytes = self.length_bytes - wanted_bytes
         relay_bytes = self.length_bytes - self.memory_bytes
-        fits = ((usable_bytes + had_bytes - relay_bytes) * self._sharers >> 20) << 20
+        fits = ((room.usable_bytes + had_bytes - relay_bytes) * self._sharers >> 20) << 20
         ranks = f" (for {self._sharers} ranks)" if self._sharers > 1 else ""
         advice = (
             f"a capacity of {format_size(fits)}{ranks} would do" if fits > 0 else "there is no room for a memory tier"
         )
         raise TierError(
             f"{short_size(self.length_bytes)} of host memory were asked for, {short_size(self.memory_bytes)} of it for "
-            f"the memory tier; {short_size(available_bytes + had_bytes)} can be had, limited by {limited_by}: {advice}",
+            f"the memory tier; {short_size(room.available_bytes + had_bytes)} can be had, limited by "
+            f"{room.limited_by}: {advice}",
             cause="full",
         )
 

@@ -85,6 +85,11 @@ class Room(NamedTuple):
     available_bytes: int
     limited_by: str
 
+    @property
+    def usable_bytes(self) -> int:
+        """What a rank may take now: a part is left for what the engine allocates later."""
+        return self.available_bytes - min(self.available_bytes // 16, 2 << 30)
+
 
 def room(root: str = "/") -> Room:
     """Return the tightest limit.

@@ -19,7 +19,7 @@ from nixl_offload.identity.namespace import (
     manifest_digest,
     shard_digest,
 )
-from nixl_offload.types import Key, key_group
+from nixl_offload.types import Key
 
 _MAX_BYTES: Final = 1 << 52
 """A manifest with shards this large is invalid: no file is that large, and sums of sizes must stay valid offsets."""
@@ -114,12 +114,6 @@ class NamespaceInfo:
     def shards_of(self, group: int) -> Sequence[int]:
         """Return the numbers of the shards of the group's chunks; empty if unknown."""
         return [number for number, size in enumerate(self._sizes.get(group, ())) if size]
-
-    def why_no_shard(self, key: Key, shard: int) -> str | None:
-        """Return why a chunk cannot have a shard with this number; None if it can, or if that is unknown."""
-        if self.shards is None or shard in self.shards_of(key_group(key)):
-            return None
-        return f"a chunk of KV group {key_group(key)} has no shard {shard}"
 
     def shard_digest(self, shard: int) -> bytes | None:
         """Return the namespace digest that headers of a shard must contain; None without a valid manifest."""

@@ -21,6 +21,7 @@ from nixl_offload.cli.check.command import environment, memory_finding
 from nixl_offload.cli.check.findings import Finding, Section, report
 from nixl_offload.config import parse_config
 from nixl_offload.hardware.gds import Fact
+from nixl_offload.hardware.machine import Room
 from tests.unit.stored_rig import Cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,19 +115,17 @@ def test_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("usable_bytes", "state", "fix"),
+    ("available_bytes", "state", "fix"),
     [
         (4 << 30, "ok", None),
-        (1100 << 20, "warning", "capacity: 768MiB"),
-        (600 << 20, "wrong", "capacity: 344MiB"),
+        (1200 << 20, "warning", "capacity: 768MiB"),
+        (640 << 20, "wrong", "capacity: 344MiB"),
         (100 << 20, "wrong", "free memory, or take the memory tier out"),
     ],
 )
-def test_room_for_memory(usable_bytes: int, state: str, fix: str | None) -> None:
-    answer = {"available_bytes": usable_bytes, "usable_bytes": usable_bytes, "by": "the machine"}
-    found = memory_finding(1 << 30, answer, 256 << 20)
+def test_room_for_memory(available_bytes: int, state: str, fix: str | None) -> None:
+    found = memory_finding(1 << 30, Room(available_bytes, "the machine"), 256 << 20)
     assert (found.state, found.fix) == (state, fix)
-    assert memory_finding(1 << 30, {"failed": "no"}, 0).state == "unknown"
 
 
 def _do(what: str) -> dict[str, Any]:

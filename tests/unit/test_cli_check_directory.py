@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from nixl_offload.cli.check import directory
-from nixl_offload.cli.check.child import ChildProcess, memory_room
+from nixl_offload.cli.check.child import ChildProcess
 from nixl_offload.cli.check.directory import directory_findings, gds_finding, look_at_directory
 from nixl_offload.cli.check.findings import Finding
 from nixl_offload.config import DirectoryConfig, SharedDirConfig, SlabConfig
@@ -46,7 +46,7 @@ def look(name: str, tier: DirectoryConfig, **context: Any) -> Finding:
 def child() -> Iterator[ChildProcess]:
     """One process for the movers of all tests here."""
     with closing(ChildProcess()) as process:
-        process.run(memory_room)
+        process.run(os.getpid)
         yield process
 
 

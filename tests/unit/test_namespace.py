@@ -22,7 +22,6 @@ from nixl_offload.identity.namespace import (
     shard_digest,
 )
 from nixl_offload.tiers.inspect import NamespaceInfo
-from tests.unit.shared_rig import key_of
 
 FULL = GroupFields(group_id=0, tokens_per_block=16, slot_bytes=(1 << 20, 3 << 19))
 WINDOW = GroupFields(group_id=1, tokens_per_block=32, slot_bytes=(0, 1 << 19))
@@ -264,5 +263,4 @@ def test_commands_know_a_namespace_by_its_manifest() -> None:
     info = NamespaceInfo(namespace.name, json.loads(json.dumps(namespace.manifest())))
     assert info.details()["layers"] == "0 16"
     assert info.shard_digest(3) == shard_digest(namespace.digest, 3)
-    assert info.why_no_shard(key_of(1, 1), 2) == "a chunk of KV group 1 has no shard 2"
     assert make_namespace(replace(STAGED, layers=(0, 15))).digest != namespace.digest

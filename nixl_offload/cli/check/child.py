@@ -139,13 +139,3 @@ def try_object_movers(tier: S3Config) -> Answer:
         "read_bytes_s": size_bytes / (read_s - written_s),
         "write_bytes_s": size_bytes / (written_s - began_s),
     }
-
-
-def memory_room() -> Answer:
-    """Return how much host memory a rank may take, by the engine's rule."""
-    from nixl_offload.engine import host
-    from nixl_offload.hardware import machine
-
-    available_bytes, limited_by = machine.room()
-    reserve_bytes = min(int(available_bytes * host.RESERVE_SHARE), host.RESERVE_LIMIT_BYTES)
-    return {"available_bytes": available_bytes, "usable_bytes": available_bytes - reserve_bytes, "by": limited_by}

@@ -18,13 +18,14 @@ from typing import Final
 
 from nixl_offload import __version__
 from nixl_offload.chunk.authentication import read_key_file
-from nixl_offload.cli.check.child import Answer, ChildProcess, memory_room
+from nixl_offload.cli.check.child import ChildProcess
 from nixl_offload.cli.check.directory import look_at_directory
 from nixl_offload.cli.check.findings import Finding, Section, report
 from nixl_offload.cli.check.s3 import look_at_bucket
 from nixl_offload.cli.common import about_size, set_up
 from nixl_offload.config import Config, load_config
 from nixl_offload.errors import ConfigError
+from nixl_offload.hardware import machine
 from nixl_offload.hardware.gds import Fact, find_driver
 from nixl_offload.units import format_size
 from nixl_offload.vllm.plugin import PIP_REQUIREMENT, SUPPORTED, is_supported
@@ -72,7 +73,7 @@ def _sections(arguments: Namespace, config: Config, child: ChildProcess) -> Iter
     yield Section("environment", "Environment", environment(config, gpu))
     for tier in config.tiers:
         if tier.kind == "memory":
-            room = (memory_finding(tier.capacity_bytes, child.run(memory_room), config.staging_bytes),)
+            room = (memory_finding(tier.capacity_bytes, machine.room(), config.staging_bytes),)
             yield Section("memory", f"Tier memory of {format_size(tier.capacity_bytes)}", room)
         elif tier.kind == "s3":
             found = look_at_bucket(tier, child, config_file=shlex.quote(arguments.file))
@@ -136,12 +137,10 @@ def keys_finding(key_file: str) -> Finding:
     return Finding("keys", "ok", f"chunks in shared tiers are signed by key {keys.first_id.hex()}")
 
 
-def memory_finding(capacity_bytes: int, answer: Answer, staging_bytes: int) -> Finding:
-    """Compare a capacity with the memory that an engine may take here, by the child's ``answer``."""
-    if "failed" in answer:
-        return Finding("room", "unknown", f"cannot be determined: {answer['failed']}", "free -g")
-    usable, available = int(answer["usable_bytes"]), about_size(int(answer["available_bytes"]))
-    words = f"capacity {format_size(capacity_bytes)}: {available} can be had, limited by {answer['by']}"
+def memory_finding(capacity_bytes: int, room: machine.Room, staging_bytes: int) -> Finding:
+    """Compare a capacity with the memory that an engine may take here, by the engine's rule."""
+    usable, available = room.usable_bytes, about_size(room.available_bytes)
+    words = f"capacity {format_size(capacity_bytes)}: {available} can be had, limited by {room.limited_by}"
     fits = (min(usable, capacity_bytes) - staging_bytes) // _MIB * _MIB
     if capacity_bytes + staging_bytes <= usable:
         return Finding("room", "ok", words)
