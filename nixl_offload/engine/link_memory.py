@@ -160,34 +160,25 @@ class LinkMemory:
         for index, _, _ in self._layout.groups[group].refs:
             if index in self.tensors:
                 continue
-            begin, end, members = next(span for span in _spans(self._layout) if index in span.tensors)
+            begin, end, members = next(span for span in _spans(self._layout) if index in span[2])
             number = self._device.number if self._device.is_accelerator else 0
             memory = self._register(MemoryRegion(begin, end - begin, self._device.kind, number), "its memory")
             for tensor in members:
                 self.tensors[tensor] = TensorMemory(memory, self._layout.tensors[tensor].base_address - begin)
 
 
-class _Span(NamedTuple):
-    """A stretch of memory, [begin, end), and the tensors in it."""
-
-    begin: int
-    end: int
-    tensors: tuple[int, ...]
-
-
-def _spans(layout: KVLayout) -> list[_Span]:
-    """Join overlapping tensors: layers that are interleaved in the blocks of one allocation. Registered one by one,
-    each of them would count against the device's limits.
+def _spans(layout: KVLayout) -> list[tuple[int, int, list[int]]]:
+    """Return stretches of memory, [begin, end), and the tensors in each. Overlapping tensors are joined: layers that
+    are interleaved in the blocks of one allocation. Each would count against the device's limits alone.
     """
-    spans: list[_Span] = []
+    spans: list[tuple[int, int, list[int]]] = []
     for index in sorted(range(len(layout.tensors)), key=lambda tensor: layout.tensors[tensor].base_address):
-        begin = layout.tensors[index].base_address
+        begin, tensors = layout.tensors[index].base_address, [index]
         end = begin + layout.tensors[index].span_bytes
-        if spans and begin < spans[-1].end:
-            last = spans.pop()
-            spans.append(_Span(last.begin, max(last.end, end), (*last.tensors, index)))
-        else:
-            spans.append(_Span(begin, end, (index,)))
+        if spans and begin < spans[-1][1]:
+            begin, last_end, others = spans.pop()
+            end, tensors = max(last_end, end), [*others, index]
+        spans.append((begin, end, tensors))
     return spans
 
 
