@@ -323,7 +323,7 @@ def test_a_refused_chunk_gives_its_slot_back_at_once(make: Make, tmp_path: Path)
     assert (outcomes[5], outcomes.count(FAILED)) == (FAILED, 2)
 
 
-def test_direct_loads_go_through_staging_until_the_last_late_one_has_ended(
+def test_direct_loads_go_through_staging_once_one_was_late(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also where those that end earlier part from it, which does not make it any younger."""
@@ -360,7 +360,7 @@ def test_direct_loads_go_through_staging_until_the_last_late_one_has_ended(
             transfer.polls_left = 0
     assert rig.collect(2).outcomes == (OK,) * 3
     assert rig.bytes_of(range(12)) == wanted
-    assert plan.path == "direct"
+    assert plan.path == plan.packed
     assert ["A load into KV blocks" in record.message for record in caplog.records] == [True], "once, parted or not"
 
 
