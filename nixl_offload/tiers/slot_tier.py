@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 from nixl_offload.config import MemoryConfig
 from nixl_offload.errors import ConfigError
@@ -21,6 +22,9 @@ from nixl_offload.types import PAGE_BYTES, Key, Location, Lookup, LookupContext,
 from nixl_offload.units import format_size
 
 logger = logging.getLogger(__name__)
+
+NEARLY_FULL: Final = 0.875
+"""Of a memory tier's slots."""
 
 
 class SlotTier(Tier):
@@ -179,6 +183,9 @@ def rank_memory_bytes(capacity_bytes: int, world_size: int, dp_size: int) -> int
 class MemoryTier(SlotTier):
     """Slots of host memory, one index for all ranks. A pinned chunk keeps its slot."""
 
+    gives_up_loaded = False
+    """Whether chunks are dropped once they were loaded, if memory is nearly full: the GPU has them again."""
+
     @classmethod
     def open(cls, config: MemoryConfig, context: TierContext) -> MemoryTier:
         """Divide the capacity among ranks and return the empty tier.
@@ -207,6 +214,15 @@ class MemoryTier(SlotTier):
             allocator.rank_bytes // classes[0],
         )
         return cls(context.position, Place(context.namespace.digest), allocator)
+
+    def after_load(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
+        dropped, slots = super().after_load(keys, failed, now_s), self._allocator
+        if self.gives_up_loaded and slots.used_bytes > NEARLY_FULL * slots.rank_bytes:
+            given_up = [key for key in reversed(keys) if self._gives_way(key)]
+            for key in given_up:
+                self.drop(key)
+            dropped += given_up
+        return dropped
 
     def _gives_way(self, key: Key) -> bool:
         # A pinned chunk may be on its way to a farther tier, and exist nowhere else yet.

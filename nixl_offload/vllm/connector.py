@@ -61,7 +61,6 @@ from nixl_offload.vllm.vllm_internals import (
     evict_blocks,
     load_failure_policy,
     outermost_connector,
-    prefix_cache,
     set_canonical_layout,
     turn_off_loads_within_the_step,
 )
@@ -336,8 +335,12 @@ class NixlOffloadConnector(OffloadingConnector):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """As vLLM's. From now on resets of its prefix cache are noticed."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        if self.connector_scheduler is not None:
-            self.connector_scheduler.watch_prefix_cache(partial(prefix_cache, self))
+        pool, scheduler = kv_cache_manager.block_pool, self.connector_scheduler
+        if scheduler is None:
+            return
+        scheduler.watch_prefix_cache(lambda: pool.cached_block_hash_to_block)
+        if self.spec.config_file.stores_lazily and not self.spec.config.enable_kv_cache_events:
+            scheduler.store_lazily(pool, self.spec.vllm_config.scheduler_config.max_num_batched_tokens)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """As vLLM's. Also evicts from vLLM's prefix cache the blocks that a load did not fill, and those after them.

@@ -17,6 +17,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -29,6 +30,7 @@ from nixl_offload.types import Key
 from nixl_offload.vllm.adapters import AdapterName, AdapterTable, adapter_of
 from nixl_offload.vllm.hints import Hints
 from nixl_offload.vllm.identity import has_lasting_keys
+from nixl_offload.vllm.lazy_stores import LazyStores
 from nixl_offload.vllm.load_decision import Hit
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.messages import NOTHING, RankGeometry, StepMetadata, WorkerReport
@@ -105,6 +107,12 @@ class NixlOffloadScheduler(MendedScheduler):
         """Set the function that returns vLLM's prefix cache. Called before anything is computed."""
         self._prefix_cache = prefix_cache
         self._weights.look(prefix_cache())
+
+    def store_lazily(self, pool: BlockPool, step_tokens: int) -> None:
+        """Store chunks only when vLLM is about to evict them from ``pool``. ``step_tokens``: the most in a step."""
+        step_blocks = sum(-(-step_tokens // group.tokens_per_block) for group in self.config.kv_group_configs)
+        self.lazy = LazyStores(pool, step_blocks, self.state_of)
+        self.offload_manager.put_off = self.lazy.put_off
 
     def set_role(self, *, loads: bool, stores: bool) -> None:
         """Set what ``kv_role`` allows: a producer stores only, a consumer loads only."""

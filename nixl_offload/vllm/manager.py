@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, cast
 
 from vllm.config import VllmConfig
@@ -36,6 +36,7 @@ from nixl_offload.config import Config, TierConfig
 from nixl_offload.errors import NixlOffloadError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.tiers.base import Tier
+from nixl_offload.tiers.slot_tier import MemoryTier
 from nixl_offload.types import Key, Lookup, LookupContext, key_group
 from nixl_offload.vllm.identity import with_loaded_weights
 from nixl_offload.vllm.load_decision import LoadDecider
@@ -110,6 +111,8 @@ class NixlOffloadManager(OffloadingManager):
         """The same for a token."""
         self._labels = [label_of(tier, is_local=False) for tier in config.tiers]
         """By position; whether a directory is on a drive of this machine is known once it is open."""
+        self.put_off: Callable[[Collection[OffloadKey], ReqContext], Collection[OffloadKey]] | None = None
+        """Puts stores off, and returns the chunks that cannot wait. None: none can."""
         self.moves: list[MoveTicket] = []
         """Moves to send to the ranks. The caller empties it."""
         self.removed: list[OffloadKey] = []
@@ -183,6 +186,8 @@ class NixlOffloadManager(OffloadingManager):
     def _take_tier(self, position: int, tier: Tier) -> None:
         self._changed()
         self._labels[position] = label_of(self._config.tiers[position], is_local=tier.is_local)
+        if isinstance(tier, MemoryTier):
+            tier.gives_up_loaded = self.put_off is not None
         self.catalog.join(position, tier)
 
     def take_ranks(self, ranks: Mapping[int, RankStatus]) -> None:
@@ -245,7 +250,10 @@ class NixlOffloadManager(OffloadingManager):
         room is short or storage too slow.
         """
         notes, ticket = notes_of(req_context), None
-        if self._slot_bytes and not self._reopens and notes.stores and notes.knows_keys:
+        may_store = self._slot_bytes and not self._reopens and notes.stores and notes.knows_keys
+        if may_store and self.put_off is not None:
+            keys = self.put_off(keys, req_context)
+        if may_store and keys:
             ticket = self.catalog.reserve(cast("Collection[Key]", keys), time.monotonic(), req_context.req_id)
             self.metrics.look_soon()
         ticket = ticket or _NO_STORE

@@ -263,7 +263,6 @@ def open_host(
     farther, memory_bytes = len(config.stored), 0
     if config.memory is not None:
         memory_bytes = rank_memory_bytes(config.memory.capacity_bytes, parallel.world_size, engines)
-        _compare_with_kv_cache(memory_bytes, tensors, parallel.rank)
     if not memory_bytes and farther < 2:
         return None
     largest = max(layout.slot_bytes(group) for group in range(len(layout.groups)))
@@ -277,19 +276,6 @@ def open_host(
         sharers=parallel.world_size * engines,
         keys=keys,
     )
-
-
-def _compare_with_kv_cache(memory_bytes: int, tensors: Sequence[torch.Tensor], rank: int) -> None:
-    """Warn, once for all ranks, of a memory tier so small that it holds little but copies of the KV cache."""
-    storages = {storage.data_ptr(): storage.nbytes() for storage in (each.untyped_storage() for each in tensors)}
-    kv_cache_bytes = sum(storages.values())
-    if rank == 0 and memory_bytes < kv_cache_bytes:
-        logger.warning(
-            "The memory tier (%.1f GiB on each rank) is smaller than the KV cache (%.1f GiB): chunks leave it before "
-            "they leave the KV cache, so few hits come from it. A capacity of twice the KV cache or more does better",
-            memory_bytes / 2**30,
-            kv_cache_bytes / 2**30,
-        )
 
 
 @unbound()

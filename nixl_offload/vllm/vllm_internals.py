@@ -64,12 +64,6 @@ def evict_blocks(connector: OffloadingConnector, block_ids: set[int]) -> None:
         manager.evict_blocks(block_ids)
 
 
-def prefix_cache(connector: OffloadingConnector) -> object:
-    """Return vLLM's table of cached blocks, which each reset replaces."""
-    manager = connector._kv_cache_manager
-    return None if manager is None else manager.block_pool.cached_block_hash_to_block
-
-
 # The ranks' half.
 
 

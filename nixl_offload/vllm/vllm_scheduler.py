@@ -7,7 +7,7 @@ Threading: the scheduler's thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
@@ -23,6 +23,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import (
+    LookupResult,
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
@@ -30,9 +31,10 @@ from vllm.v1.kv_offload.base import (
     get_offload_group_idx,
     make_offload_key,
 )
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from nixl_offload.vllm.adapters import AdapterUse
+from nixl_offload.vllm.lazy_stores import LazyStores, PutOff
 from nixl_offload.vllm.load_decision import LoadNotes
 
 
@@ -141,6 +143,8 @@ class MendedScheduler(OffloadingConnectorScheduler):
         """Whether anything is stored in any step."""
         self.held: dict[str, int] = {}
         """Requests that may not store yet -> the step whose outcome they wait for."""
+        self.lazy: LazyStores | None = None
+        """Chunks that are stored when vLLM is about to evict them; None: all are stored at once."""
 
     # What vLLM's half knows.
 
@@ -320,7 +324,8 @@ class MendedScheduler(OffloadingConnectorScheduler):
             loaded_tokens = state.num_locally_computed_tokens + num_external_tokens
             for at in self._full_attention_groups:
                 group, chunk_tokens = state.group_states[at], self.config.kv_group_configs[at].tokens_per_chunk
-                group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, loaded_tokens // chunk_tokens)
+                first = 0 if self.lazy else loaded_tokens // chunk_tokens  # memory may give up what it served
+                group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, first)
 
     def _maximal_prefix_lookup(self, keys: Iterable[OffloadKey], req_context: ReqContext, *where: Any) -> int | None:
         """As vLLM's, which asks key by key, but with one question for the hits that are sure."""
@@ -367,7 +372,41 @@ class MendedScheduler(OffloadingConnectorScheduler):
         return super()._reachable_store_block_mask(group_config, *args, **kwargs)
 
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
-        """As vLLM's, which calls ``prepare_store``, but only for requests that may have a new chunk."""
+        """As vLLM's, which calls ``prepare_store``: only for requests that may have a new chunk, and what is due."""
+        jobs, lazy = self._build_offered_jobs(scheduler_output), self.lazy
+        if self.stores and lazy and (due := lazy.due(len(self._current_batch_allocated_block_ids))):
+            jobs |= self._build_due_jobs({chunk.key: chunk for chunk in due}, lazy, copy(scheduler_output))
+        return jobs
+
+    def _build_due_jobs(
+        self, due: Mapping[OffloadKey, PutOff], lazy: LazyStores, output: SchedulerOutput
+    ) -> dict[int, TransferJob]:
+        """Have vLLM store chunks for a made-up request that has ended: it then fences their blocks."""
+        most_tokens = max(config.tokens_per_chunk for config in self.config.kv_group_configs) * len(due)
+        name = f"\0due-{self._generate_job_id()}"
+        request = Request(name, [0] * most_tokens, SamplingParams(max_tokens=1), None)
+        request.status = RequestStatus.FINISHED_STOPPED
+        state = RequestOffloadState(self.config, request, ReqContext(name), RequestOffloadingContext())
+        for config, group in zip(self.config.kv_group_configs, state.group_states, strict=True):
+            chunks = [chunk for key, chunk in due.items() if get_offload_group_idx(key) == config.group_idx]
+            group.offload_keys = [chunk.key for chunk in chunks]
+            group.block_ids = [block for chunk in chunks for block in chunk.block_ids]
+            if config.sliding_window_size_in_chunks is not None:  # a hit needs these chunks as long as the others
+                touched = [make_offload_key(get_offload_block_hash(key), config.group_idx) for key in due]
+                self.manager.touch(touched, state.req_context)
+        state.finished_signaled = True
+        self._req_status[name] = state
+        output.num_scheduled_tokens, output.finished_req_ids = {}, {name}
+        jobs = super()._build_store_jobs(output)
+        stored = {key for job_id in jobs for key in self._jobs[job_id].keys}
+        for key, chunk in due.items():
+            if key not in stored and self.manager.lookup(key, state.req_context) is LookupResult.MISS:
+                lazy.put_back(chunk)
+        if not jobs:
+            del self._req_status[name]
+        return jobs
+
+    def _build_offered_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
         if not self.ever_stores:
             # Mark all as stored. Else vLLM would look through all window blocks in each step.
             for request_id in scheduler_output.num_scheduled_tokens:

@@ -41,7 +41,7 @@ def file_refusal(tmp_path: Path, text: str) -> str:
 
 
 def test_a_chain_is_read_and_rendered_back() -> None:
-    memory = {**MEMORY_TIER, "promote": False}
+    memory = {**MEMORY_TIER, "promote": False, "lazy": False}
     options = {"drain_timeout": "1500ms", "store_after": 255, "slow_hits": "take"}
     config = parse_config({**options, "tiers": [memory, SHARED_DIR_TIER, S3_TIER]})
     assert (config.drain_timeout_s, config.store_after, config.slow_hits) == (1.5, 255, "take")

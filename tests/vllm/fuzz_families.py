@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.vllm.fuzz_rig import FuzzedEngine
 
 RUNNERS = {"first runner": False, "second runner": True}
-MEDIA = ("memory", "slab", "tree", "chain")
+MEDIA = ("memory", "lazy", "slab", "tree", "chain")
 BLOCKS = 60
 
 
@@ -74,10 +74,11 @@ def start_family(
     from tests.vllm.fuzz_rig import MAX_TOKENS, FuzzedEngine
     from tests.vllm.pipeline_rig import BLOCK_TOKENS, vllm_config_of
 
-    memory = {"kind": "memory", "capacity": "16MiB"}
+    memory = {"kind": "memory", "capacity": "16MiB", "lazy": False}
     slab = slab_tier(path / "slab", "64MiB")
     tiers = {
         "memory": [memory],
+        "lazy": [{**memory, "lazy": True, "capacity": "648KiB"}],
         "slab": [slab],
         "tree": [tree_tier(path / "tree")],
         "chain": [{**memory, "capacity": "1MiB"}, slab],

@@ -121,8 +121,8 @@ def _rows(index: Path) -> list[Row]:
 
 
 def memory(capacity: str = "128MiB") -> Medium:
-    """Return a memory tier."""
-    return Medium("memory", {"kind": "memory", "capacity": capacity})
+    """Return a memory tier that stores what is computed."""
+    return Medium("memory", {"kind": "memory", "capacity": capacity, "lazy": False})
 
 
 def slab(path: Path, capacity: str = "512MiB") -> Medium:

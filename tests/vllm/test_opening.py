@@ -30,6 +30,7 @@ from nixl_offload.vllm.messages import RankStatus, StepMetadata, WorkerReport
 from tests.faults.conftest import SmallFilesystem
 from tests.vllm import manager_rig
 from tests.vllm.manager_rig import Matching, Rig
+from tests.vllm.media import memory
 from tests.vllm.pipeline_rig import CHUNK_TOKENS, PlayedEngine, played, vllm_config_of
 
 OPEN = RankStatus(frozenset({0}))
@@ -440,7 +441,7 @@ def test_a_tier_that_hangs_while_it_is_opened_delays_no_other(
     gate.set()
     hang()
     monkeypatch.setattr(serving_tiers, "START_WAIT_S", 0.2)
-    engine = SlowEngine(tmp_path, {"kind": "memory", "capacity": "64MiB"})
+    engine = SlowEngine(tmp_path, memory("64MiB").tier)
     engine.settle()
     assert engine.generate(PROMPTS) == [0, 0]
     engine.reset_prefix_cache()

@@ -28,7 +28,7 @@ Tier = dict[str, Any]
 PROMPTS = random_prompts(SHAPE, [700, 310, 520, 410], seed=28)
 STORED_TOKENS = [len(prompt) // CHUNK_TOKENS * CHUNK_TOKENS for prompt in PROMPTS]
 ANSWER_TOKENS = 16
-MEMORY: Tier = {"kind": "memory", "capacity": "64MiB"}
+MEMORY: Tier = {"kind": "memory", "capacity": "64MiB", "lazy": False}
 
 
 @dataclass(frozen=True)

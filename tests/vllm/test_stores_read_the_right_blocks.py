@@ -60,6 +60,18 @@ def assert_all_loaded(engine: FuzzedEngine, prompts: list[list[int]]) -> None:
         assert engine.rank.began_with[f"again-{at}"] >= 4 * CHUNK_TOKENS
 
 
+def test_memory_takes_what_the_gpu_is_about_to_evict_and_gives_up_what_it_has_again(start: Start) -> None:
+    """The GPU's cache and memory have room for three prompts each. If both kept the latest, four in turn would miss."""
+    engine = start(FULL, "lazy", blocks=38)
+    stored = []
+    for at, prompt in enumerate(PROMPTS * 3):
+        engine.ask(f"{at}", prompt)
+        engine.settle()
+        stored.append(engine.rank.stored)
+    assert stored[:2] == [0, 0], "the GPU still has them"
+    assert [engine.rank.began_with[f"{at}"] for at in range(12)] == [0] * 4 + [len(PROMPTS[0]) - 1] * 8
+
+
 def test_after_a_reset_of_the_external_cache_no_block_that_slid_out_of_a_window_is_stored(start: Start) -> None:
     """A request with a window is running when the external cache is reset: all its chunks are offered again."""
     engine = start(Family("SS"), blocks=40)
@@ -259,4 +271,5 @@ def test_nothing_that_users_do_makes_a_request_begin_with_wrong_kv(
     Fuzz(engine, 0, adapters=family.adapters).run(60)
     assert engine.left() == []
     assert engine.rank.answers >= 5
-    assert engine.rank.moved["load"] or family.beside, "something was loaded"  # the other connector is asked first
+    if medium != "lazy" and not family.beside:  # the GPU may still have all, and the other connector is asked first
+        assert engine.rank.moved["load"], "something was loaded"
