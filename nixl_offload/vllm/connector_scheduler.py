@@ -44,6 +44,8 @@ LOOKUPS_PART: Final = 10
 """Lookups of requests that wait take at most this part of the time: a tenth."""
 WAIT_ANSWER_S: Final = 0.01
 """The same, for the answer "not yet"."""
+ROOM_S: Final = 0.25
+"""How long a long hit waits until memory has taken what its blocks hold."""
 IDLE_STEP_S: Final = 0.0005
 """The least time of a step that schedules nothing while storage is at work. When all requests wait for loads, vLLM
 steps without a pause. A pump in the scheduler's process then waits 5 ms each time it needs the interpreter (decision
@@ -174,9 +176,23 @@ class NixlOffloadScheduler(MendedScheduler):
             if found is not None:
                 is_alone = all(isinstance(tier, SlotTier) for tier in self.offload_manager.catalog.tiers)
                 self._answer(state, question, found, float("inf") if is_alone else ANSWER_S)
+        if found and not self._may_begin(state, num_computed_tokens, found):
+            return None, False
         if found is not None:
             self.keep_where_prompts_part(state, num_computed_tokens + found)
         return found, bool(found)
+
+    def _may_begin(self, state: RequestOffloadState, computed_tokens: int, found: int) -> bool:
+        """Whether to take a hit's blocks now: memory has what was in them, or it got ``ROOM_S`` to take it."""
+        notes, now_s = notes_of(state.req_context), time.monotonic()
+        if self.may_take(state.req.num_tokens):
+            notes.room_by_s = 0.0
+            return True
+        if not notes.room_by_s:
+            notes.room_by_s = now_s + ROOM_S
+            keys = self.hit_keys(state, computed_tokens + found)[computed_tokens // self.chunk_tokens :]
+            self.offload_manager.touch(keys, state.req_context)  # memory gives up others
+        return now_s >= notes.room_by_s
 
     def _awaits_ranks(self, state: RequestOffloadState) -> bool:
         """Whether the ranks still have to open a tier that may have chunks which no serving tier has."""
@@ -309,6 +325,7 @@ class NixlOffloadScheduler(MendedScheduler):
         if notes.looked_up_tokens:
             self.offload_manager.metrics.looked_up(notes.looked_up_tokens, notes.load.parts, notes.load.loaded_tokens)
         notes.answer, notes.looked_up_tokens, notes.load.waits_since_s = None, 0, None  # it may wait again
+        notes.room_by_s = 0.0
 
     # A step is scheduled, and its outcome is heard.
 

@@ -8,7 +8,7 @@ Failure: a chunk whose blocks vLLM takes before it was due is lost. No chunk is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from itertools import islice
 from typing import NamedTuple
 
@@ -46,6 +46,8 @@ class LazyStores:
         """By the last block of a chunk, which vLLM evicts first."""
         self._allocated = self._free = 0
         """Blocks allocated since the last look, and blocks that were free then."""
+        self._wanted = 0
+        """The most blocks that a hit wants at once, if that is more."""
 
     def put_off(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:
         """Remember chunks of a request. Returns the others, which must be stored now or never: vLLM's cache does not
@@ -67,13 +69,26 @@ class LazyStores:
         queue = self._pool.free_block_queue
         self._allocated += allocated
         freed = max(0, queue.num_free_blocks - self._free + self._allocated)
-        ahead = min(self._ahead, queue.num_free_blocks)
+        ahead, self._wanted = min(max(self._ahead, self._wanted), queue.num_free_blocks), 0
         if not self._chunks or LOOKS * (self._allocated + freed) < ahead:
             return []
         self._allocated, self._free = 0, queue.num_free_blocks
         near = islice(queue.iter_blocks_after(None), ahead)
         chunks = [chunk for block in near if (chunk := self._chunks.pop(block.block_id, None)) is not None]
         return [chunk for chunk in reversed(chunks) if self._holds(chunk)]
+
+    def is_clear(self, blocks: int, being_stored: Container[int]) -> bool:
+        """Whether vLLM may take its next ``blocks`` at once: none holds what memory lacks. If not, this is due with the
+        step.
+        """
+        queue = self._pool.free_block_queue
+        if not self._ahead < blocks <= queue.num_free_blocks:
+            return True  # few are looked after anyway, and too many are not taken
+        near = islice(queue.iter_blocks_after(None), blocks)
+        if all(block.block_id not in self._chunks and block.block_id not in being_stored for block in near):
+            return True
+        self._wanted = self._allocated = max(self._wanted, blocks)
+        return False
 
     def put_back(self, chunk: PutOff) -> None:
         """Remember a chunk for which there was no room. It is due at the next step."""

@@ -80,6 +80,8 @@ class RequestNotes:
     load: LoadNotes = field(default_factory=LoadNotes)
     looked_up_tokens: int = 0
     """Tokens asked for in the latest lookup, which is counted once the request is scheduled; 0: it was counted."""
+    room_by_s: float = 0.0
+    """Until when a hit waits for ``may_take``; 0.0: it does not yet."""
     answer: Answer | None = None
     """The answer to the latest lookup, until the request is given blocks."""
 
@@ -184,6 +186,11 @@ class MendedScheduler(OffloadingConnectorScheduler):
     def concerns(self, state: RequestOffloadState, keys: Iterable[bytes]) -> bool:
         """Whether any of ``keys`` is the request's."""
         return not state.req_context._offload_key_positions.keys().isdisjoint(keys)
+
+    def may_take(self, tokens: int) -> bool:
+        """Whether vLLM may take blocks for ``tokens`` now without losing what ``lazy`` has put off."""
+        blocks = sum(-(-tokens // config.tokens_per_block) for config in self.config.kv_group_configs)
+        return self.lazy is None or self.lazy.is_clear(blocks, self._block_id_to_pending_jobs)
 
     def is_being_loaded(self, key: OffloadKey) -> bool:
         """Whether some request is loading the chunk."""
