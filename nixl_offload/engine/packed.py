@@ -191,7 +191,8 @@ def _copy_to_blocks(paths: TierPaths, batch: Batch, chunks: Sequence[Chunk]) -> 
         if chunk.summed_rows is not None:
             begin = chunk.first_block - chunk.summed_from
             copies.append((chunk.block_ids, chunk.summed_rows[begin : begin + len(chunk.block_ids)]))
-    copies = copies or [stack.part(batch.plan) for stack in image.stacks(batch.plan, chunks)]
+    if len(copies) < len(chunks):  # the slots have the bytes of all
+        copies = [stack.part(batch.plan) for stack in image.stacks(batch.plan, chunks)]
     scattered = paths.packer.scatter_many(chunks[0].group, copies, chunks[0].job.fence)
     paths.stretch.begin()  # a host packer has copied by now, with the GIL released
     yield from batch.passes([scattered])
