@@ -314,9 +314,10 @@ def _open(setup: Setup, root: Path, outcome: Outcome) -> Server:
 
 
 def _end(setup: Setup, root: Path, server: Server, outcome: Outcome) -> None:
-    server.store(NUMBERS[:4])
-    server.until(lambda: server.is_at_rest, "what was begun after the last kill")
-    whole, _ = server.check(NUMBERS[:4])
+    for _ in range(2 if setup.small else 1):  # what a small directory has is not stored, and may then be evicted
+        server.store(NUMBERS[:4])
+        server.until(lambda: server.is_at_rest, "what was begun after the last kill")
+        whole, _ = server.check(NUMBERS[:4])
     if len(whole) < 4:
         outcome.missed.append(f"of 4 chunks stored after the last kill only {len(whole)} are there")
     outcome.wrong += server.wrong

@@ -48,8 +48,8 @@ MEMORY, SLAB, TREE, BUCKET = 16 * MIB, 48 * MIB, 64 * MIB, 192 * MIB
 """A lap stores some 20 MiB."""
 STAGING: Final = 16 * MIB
 """Little, so that all of its pages are in use soon."""
-BURST: Final = 48 * MIB
-"""The directory's servers keep it to its capacity to within what they write in a few seconds, which is two laps."""
+BURST: Final = 64 * MIB
+"""The directory's servers keep it to its capacity to within what they write in a few seconds, which is three laps."""
 WARM_UP, WINDOW, TROUBLED, CALM = 0.25, 0.1, 0.5, 0.05
 """Shares of the whole. Libraries' pools and allocators take some minutes until they have what they want."""
 BACK_S: Final = 90.0
