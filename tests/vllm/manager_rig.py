@@ -79,9 +79,9 @@ def three_tiers(path: Path, slots: int = 8, **fields: Any) -> Config:
     return chain.model_copy(update={"tiers": (*chain.tiers, *tree.tiers)})
 
 
-def kv_cache_config() -> Any:
+def kv_cache_config(block_tokens: int = BLOCK_TOKENS) -> Any:
     """Return as much of a KVCacheConfig as our half and vLLM's scheduler half read: one group of full attention."""
-    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    spec = FullAttentionSpec(block_size=block_tokens, num_kv_heads=1, head_size=8, dtype=torch.float32)
     group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"], is_eagle_group=False)
     return SimpleNamespace(kv_cache_groups=[group], cache_hit_alignment_tokens=None)
 
@@ -120,16 +120,18 @@ def vllm_config(world_size: int = 1) -> Any:
     )
 
 
-def offloading_config(world_size: int = 1, *, events: bool = True) -> OffloadingConfig:
+def offloading_config(
+    world_size: int = 1, *, events: bool = True, block_tokens: int = BLOCK_TOKENS, chunk_blocks: int = BLOCKS_PER_CHUNK
+) -> OffloadingConfig:
     """Return what vLLM would normalise its config to."""
     return OffloadingConfig(
-        groups=(OffloadingGroupConfig(tokens_per_block=BLOCK_TOKENS, layer_names=("layer",), group_id=0),),
-        worker_kv_bytes_per_block=SLOT // BLOCKS_PER_CHUNK,
+        groups=(OffloadingGroupConfig(tokens_per_block=block_tokens, layer_names=("layer",), group_id=0),),
+        worker_kv_bytes_per_block=SLOT // chunk_blocks,
         enable_kv_cache_events=events,
         extra_config={},
         engine_id="engine",
         model=OffloadingModelConfig(name="org/model", dtype="float32"),
-        cache=OffloadingCacheConfig(tokens_per_hash=BLOCK_TOKENS, blocks_per_chunk=BLOCKS_PER_CHUNK),
+        cache=OffloadingCacheConfig(tokens_per_hash=block_tokens, blocks_per_chunk=chunk_blocks),
         parallel=OffloadingParallelConfig(
             rank=0,
             world_size=world_size,
@@ -143,23 +145,6 @@ def offloading_config(world_size: int = 1, *, events: bool = True) -> Offloading
             is_parallelism_agnostic=False,
         ),
     )
-
-
-def scheduler_half(
-    config: Config,
-    world_size: int = 1,
-    *,
-    offloading: OffloadingConfig | None = None,
-    caches: Any = None,
-    vllm: Any = None,
-) -> NixlOffloadScheduler:
-    """Return our half, with no tier open yet. ``offloading``, ``caches``, ``vllm``: vLLM's configs, instead of the
-    default ones.
-    """
-    offloading = offloading or offloading_config(world_size)
-    caches, vllm = caches or kv_cache_config(), vllm or vllm_config(world_size)
-    spec = NixlOffloadSpec(offloading, config_file=config, vllm_config=vllm, kv_cache_config=caches)
-    return NixlOffloadScheduler(spec, vllm, caches)
 
 
 def ranks(count: int = 1, groups: int = 1) -> list[RankGeometry]:
@@ -194,6 +179,24 @@ def observe(manager: NixlOffloadManager, load_s: float, *, tier: int = 0, prefil
         manager.decider.prefill.observe(CHUNK_TOKENS, prefill_s, number * CHUNK_TOKENS)
 
 
+def step_of(tokens: Mapping[str, int] | None = None, **fields: Any) -> SchedulerOutput:
+    """Return a step of vLLM. ``tokens``: how many each request computes. ``fields``: of vLLM's ``SchedulerOutput``."""
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens = dict(tokens or {})
+    output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
+    for field, value in fields.items():
+        setattr(output, field, value)
+    return output
+
+
+def all_done(meta: Any) -> dict[str, Any]:
+    """Return the report, as fields, that a rank has done all that a step's message asks for."""
+    jobs = meta.load_jobs | meta.store_jobs
+    specs = [spec for job in jobs.values() for spec in (job.src_spec, job.dst_spec) if isinstance(spec, TicketSpec)]
+    tickets = [*(spec.ticket.ticket for spec in specs), *(move.ticket for move in getattr(meta, "moves", ()))]
+    return {"completed_jobs": dict.fromkeys(jobs, 1), "tickets": {ticket: TicketReport() for ticket in tickets}}
+
+
 def allocated(*groups: Sequence[int]) -> KVCacheBlocks:
     """Return allocated blocks as vLLM does, by KV cache group, from their numbers."""
     return KVCacheBlocks(tuple([KVCacheBlock(number) for number in group] for group in groups))
@@ -224,19 +227,24 @@ class Rig:
         world_size: int = 1,
         *,
         events: bool = True,
+        is_begun: bool = True,
         is_open: bool = True,
         offloading: OffloadingConfig | None = None,
-        **configs: Any,
+        caches: Any = None,
+        vllm: Any = None,
     ) -> None:
-        """``config``: by default a memory tier. ``is_open``: whether the ranks have opened their tiers. ``offloading``
-        and ``configs``: as for ``scheduler_half``.
+        """``config``: by default a memory tier. ``is_begun``, ``is_open``: whether the ranks have sent their geometries
+        and opened their tiers. The last three are vLLM's configs, instead of the default ones.
         """
         init_none_hash(sha256)
         offloading = offloading or offloading_config(world_size, events=events)
-        config = config or config_of(memory_tier(64))
-        self.scheduler = scheduler_half(config, world_size, offloading=offloading, **configs)
+        config, caches = config or config_of(memory_tier(64)), caches or kv_cache_config()
+        vllm = vllm or vllm_config(world_size)
+        self.spec = NixlOffloadSpec(offloading, config_file=config, vllm_config=vllm, kv_cache_config=caches)
+        self.scheduler = NixlOffloadScheduler(self.spec, vllm, caches)
         self.manager = self.scheduler.offload_manager
-        self.manager.open(ranks(world_size, len(offloading.groups)))
+        if is_begun:
+            self.manager.open(ranks(world_size, len(offloading.groups)))
         if is_open:
             ranks_open(self.manager, world_size)
         self._world_size = world_size
@@ -279,13 +287,9 @@ class Rig:
             )
 
     def step(self, tokens: Mapping[str, int] | None = None, **fields: Any) -> Any:
-        """Schedule a step. ``tokens``: how many each request computes. ``fields``: of vLLM's ``SchedulerOutput``."""
-        output = SchedulerOutput.make_empty()
+        """Schedule a step. ``tokens`` and ``fields``: as for ``step_of``."""
+        output = step_of(tokens, **fields)
         output.scheduled_new_reqs, self._scheduled = self._scheduled, []
-        output.num_scheduled_tokens = dict(tokens or {})
-        output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
-        for field, value in fields.items():
-            setattr(output, field, value)
         return self.scheduler.build_connector_meta(output)
 
     def hear(self, *, invalid_blocks: Collection[int] = (), **report: Any) -> None:

@@ -10,9 +10,6 @@ import textwrap
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from vllm.v1.attention.backend import AttentionLayer
 
 from nixl_offload.config import CONNECTOR_NAME

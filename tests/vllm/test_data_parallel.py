@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from nixl_offload.cli.main import main
 from nixl_offload.tiers.ownership import holder_of
 from nixl_offload.tiers.shared import eviction

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from examples.router import Router
 from nixl_offload.vllm.metric_names import PREFIX
 from tests.vllm.harness import CHUNK_TOKENS, Workshop, chain_config

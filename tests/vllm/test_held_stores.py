@@ -14,7 +14,7 @@ from vllm.v1.core.sched.output import KVConnectorBlockState
 from vllm.v1.request import RequestStatus
 
 from nixl_offload.vllm import serving_tiers
-from nixl_offload.vllm.messages import RankStatus, TicketReport
+from nixl_offload.vllm.messages import RankStatus
 from nixl_offload.vllm.vllm_scheduler import notes_of
 from tests.vllm import manager_rig
 from tests.vllm.manager_rig import BLOCKS_PER_CHUNK, CHUNK_TOKENS, Rig
@@ -85,8 +85,7 @@ def test_a_load_of_ours_keeps_no_store_waiting(steps: Steps) -> None:
     assert steps.ask("loads") == (2 * CHUNK_TOKENS, True)
     blocks = range(1, PROMPT_CHUNKS * BLOCKS_PER_CHUNK + 1)
     steps.allocate("loads", blocks, loaded_tokens=2 * CHUNK_TOKENS)
-    [job] = steps.step().load_jobs
-    steps.hear(completed_jobs={job: 1}, tickets={ticket: TicketReport() for ticket in range(9)})
+    steps.hear(**manager_rig.all_done(steps.step()))
     request.num_computed_tokens, request.status = 2 * CHUNK_TOKENS, RequestStatus.RUNNING
     steps.allocate("loads", blocks)
     assert steps.storing("loads") == {"loads"}

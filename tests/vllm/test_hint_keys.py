@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash, make_offload_key
 

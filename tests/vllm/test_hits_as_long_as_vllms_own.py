@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from nixl_offload.engine import jobs
 from tests.vllm.fuzz_families import FAMILIES, Family, start_family, write_base
 from tests.vllm.fuzz_rig import MAX_TOKENS, fuzzed

@@ -14,9 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 import vllm.envs
 from huggingface_hub._revision import ResolvedRevision

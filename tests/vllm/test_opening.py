@@ -15,18 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
-from vllm.v1.outputs import KVConnectorOutput
 
 from examples.demo.model import ModelShape, write_model
 from nixl_offload.errors import ConfigError
 from nixl_offload.vllm import background, rank_tiers, serving_tiers
 from nixl_offload.vllm.manager import NixlOffloadManager
-from nixl_offload.vllm.messages import RankStatus, StepMetadata, WorkerReport
+from nixl_offload.vllm.messages import RankStatus, StepMetadata
 from tests.faults.conftest import SmallFilesystem
 from tests.vllm import manager_rig
 from tests.vllm.manager_rig import Matching, Rig
@@ -71,48 +66,35 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], threading.Eve
             thread.join(DEADLINE_S)
 
 
-def step(asked: Matching) -> Any:
-    return asked.scheduler.build_connector_meta(SchedulerOutput.make_empty())
-
-
-def hear(asked: Matching, *ranks: RankStatus) -> None:
-    report = WorkerReport(ranks=dict(enumerate(ranks)))
-    asked.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
-
-
 def test_a_tier_that_does_not_fit_the_model_is_left_out_where_the_engine_already_serves(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, keep: Callable[[Rig], Rig]
 ) -> None:
     """In a handshake such a tier ends the start. But a report arrives in a step, which must not end the engine."""
-    scheduler = manager_rig.scheduler_half(manager_rig.config_of(manager_rig.slab_tier(tmp_path, capacity="8KiB")), 1)
-    try:
-        report = WorkerReport(geometries=dict(enumerate(manager_rig.ranks(1))))
-        scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
-        for _ in range(1000):
-            assert not isinstance(scheduler.build_connector_meta(SchedulerOutput.make_empty()), StepMetadata)
-            if "capacity" in caplog.text:
-                break
-            time.sleep(0.01)
-        assert "capacity" in caplog.text
-        output = scheduler.offload_manager.prepare_store([manager_rig.key(1)], manager_rig.request())
-        assert output is not None
-        assert output.keys_to_store == []
-    finally:
-        scheduler.shutdown()
+    config = manager_rig.config_of(manager_rig.slab_tier(tmp_path, capacity="8KiB"))
+    rig = keep(Rig(config, is_begun=False, is_open=False))
+    rig.hear(geometries=dict(enumerate(manager_rig.ranks())))
+    until_s = time.monotonic() + DEADLINE_S
+    while "capacity" not in caplog.text:
+        assert time.monotonic() < until_s
+        assert not isinstance(rig.step(), StepMetadata)
+        time.sleep(0.01)
+    output = rig.manager.prepare_store([manager_rig.key(1)], manager_rig.request())
+    assert output is not None
+    assert output.keys_to_store == []
 
 
 def test_a_request_waits_only_so_long(restarted: Callable[[], Matching], monkeypatch: pytest.MonkeyPatch) -> None:
     """Then it is computed and stores nothing. Later requests hit."""
     asked = restarted()
     assert asked.question() == (None, False)
-    step(asked)
+    asked.step()
     monkeypatch.setattr(serving_tiers, "OPENING_WAIT_S", 0.0)
     assert asked.question() == (0, False)
     output = asked.manager.prepare_store(asked.chunks[4:], manager_rig.request())
     assert output is not None
     assert output.keys_to_store == []
     asked.scheduler.take_geometries({0: manager_rig.ranks()[0]}, is_start=True)  # vLLM wakes up
-    hear(asked, OPEN)
+    asked.hear(ranks={0: OPEN})
     assert asked.question() == HIT
 
 
@@ -124,10 +106,10 @@ def test_once_a_tier_serves_only_requests_that_another_has_chunks_of_wait(tmp_pa
     asked = Matching(tmp_path, 0, is_open=False)
     asked.arrive("new", range(1000, 1000 + 2 * manager_rig.CHUNK_TOKENS))
     assert [asked.question(), asked.ask("new")] == [(None, False)] * 2, "nothing could be stored yet"
-    step(asked)
-    hear(asked, OPEN)
+    asked.step()
+    asked.hear(ranks={0: OPEN})
     assert [asked.question(), asked.ask("new")] == [(None, False), (0, False)]
-    hear(asked, RankStatus(frozenset({0, 1})))
+    asked.hear(ranks={0: RankStatus(frozenset({0, 1}))})
     assert asked.question() == HIT
     asked.manager.shutdown()
 
@@ -165,8 +147,8 @@ def test_a_start_survives_a_machine_without_threads(
 def test_a_reset_while_ranks_open_forgets_what_was_stored(restarted: Callable[[], Matching]) -> None:
     asked = restarted()
     asked.manager.reset_cache()
-    step(asked)
-    hear(asked, OPEN)
+    asked.step()
+    asked.hear(ranks={0: OPEN})
     assert asked.question() == (0, False)
 
 

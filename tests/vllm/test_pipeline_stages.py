@@ -16,9 +16,6 @@ from typing import Any
 
 import pytest
 import yaml
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from vllm.distributed.utils import get_pp_indices
 
 from nixl_offload.chunk.header import HEADER_BYTES

@@ -1,4 +1,4 @@
-"""A rank's half, driven as vLLM drives it but without a model: real tensors, a real slab, the mover ``auto`` finds.
+"""A rank's half, driven as vLLM drives it but without a model.
 
 Each test is a bug that other connectors shipped: work per block on the store path, a transfer launched twice, a request
 that never resumes because its job was forgotten after one step, an exception where a miss would have done.
@@ -19,11 +19,9 @@ from typing import Any
 import pytest
 import torch
 from vllm.lora.request import LoRARequest
-from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
-from nixl_offload.catalog.catalog import NOWHERE, LoadTicket, MoveTicket, StoreTicket
-from nixl_offload.config import parse_config
-from nixl_offload.engine import Completion, TierEngine, pump
+from nixl_offload.catalog.catalog import NOWHERE, MoveTicket
+from nixl_offload.engine import TierEngine, pump
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.errors import LayoutError
 from nixl_offload.hardware.machine import machine_token
@@ -32,104 +30,14 @@ from nixl_offload.movers.nixl import AgentMover
 from nixl_offload.tiers.base import Place
 from nixl_offload.tiers.ownership import DirectoryLock
 from nixl_offload.tiers.shared.links import TreeLink
-from nixl_offload.tiers.slab.file import SlabPlace
-from nixl_offload.tiers.slots import SlotPlaces
 from nixl_offload.types import Key, Location, Outcome
 from nixl_offload.vllm import background, rank_tiers, worker as worker_module
 from nixl_offload.vllm.adapters import AdapterUse, adapter_of
-from nixl_offload.vllm.messages import RankStatus, TicketSpec
-from nixl_offload.vllm.rank_shards import leave_uncut
-from nixl_offload.vllm.worker import NixlOffloadingWorker
+from nixl_offload.vllm.messages import TicketSpec
 from tests.unit.device_rig import ThreadedDevice
-from tests.vllm.manager_rig import offloading_config
-
-LAYERS = 3
-BLOCKS = 64
-PAGE = 8192
-BLOCKS_PER_CHUNK = 4
-DEADLINE_S = 20.0
+from tests.vllm.rank_rig import DEADLINE_S, Rig, gpu
 
 Log = pytest.LogCaptureFixture
-
-
-class Rig:
-    """One rank with three layers of KV and a slab of 64 slots."""
-
-    def __init__(self, directory: Path, *further: dict[str, Any], is_open: bool = True) -> None:
-        """``further``: farther tiers than the slab."""
-        self.tensors = [torch.zeros((BLOCKS, PAGE), dtype=torch.int8) for _ in range(LAYERS)]
-        offloading = offloading_config(events=False)
-        cache = dataclasses.replace(offloading.cache, blocks_per_chunk=BLOCKS_PER_CHUNK)
-        offloading = dataclasses.replace(offloading, cache=cache)
-        config = parse_config(
-            {"staging": "8MiB", "tiers": [{"kind": "slab", "path": str(directory), "capacity": "64MiB"}, *further]}
-        )
-        caches = CanonicalKVCaches(
-            [CanonicalKVCacheTensor(tensor, PAGE) for tensor in self.tensors],
-            [[CanonicalKVCacheRef(index, PAGE) for index in range(LAYERS)]],
-        )
-        shards = leave_uncut(caches, BLOCKS_PER_CHUNK, "digest", 1)
-        self.worker = NixlOffloadingWorker(offloading, config, self.tensors, shards)
-        (self.slot_bytes,) = self.worker.geometry().slot_bytes
-        slots = SlotPlaces(64 * self.slot_bytes, 4 * self.slot_bytes)
-        self.place = SlabPlace(b"r" * 32, str(directory), slots)
-        if is_open:
-            assert self.open(self.place).open
-
-    def open(self, *places: Place) -> RankStatus:
-        """Open the tiers and wait for what the rank says of it."""
-        self.worker.open(dict(enumerate(places)))
-        return self.status()
-
-    def status(self) -> RankStatus:
-        """Wait until the rank says how it stands."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not (told := self.worker.take_status()):
-            assert time.monotonic() < deadline, "the rank says nothing"
-            time.sleep(0.001)
-        return told[0]
-
-    def fill(self, block: int, seed: int) -> None:
-        """Write bytes that are unique to this block and seed."""
-        generator = torch.Generator().manual_seed(seed * 1000 + block)
-        for tensor in self.tensors:
-            tensor[block] = torch.randint(-128, 128, (PAGE,), dtype=torch.int8, generator=generator)
-
-    def block(self, block: int) -> bytes:
-        """All layers of one block."""
-        return b"".join(tensor[block].numpy().tobytes() for tensor in self.tensors)
-
-    def to_store(self, *slots: int) -> TicketSpec:
-        """Chunks named after their slots."""
-        keys = tuple(Key(slot.to_bytes(32, "big") + bytes(4)) for slot in slots)
-        locations = tuple(Location(0, slot * self.slot_bytes, self.slot_bytes) for slot in slots)
-        return TicketSpec(StoreTicket(1, keys, locations))
-
-    def to_load(self, *slots: int) -> TicketSpec:
-        """The same chunks."""
-        ticket = self.to_store(*slots).ticket
-        return TicketSpec(LoadTicket(1, ticket.keys, ticket.locations))
-
-    def results(self, count: int = 1) -> list[Completion]:
-        """Wait for jobs as vLLM does: ask again and again."""
-        found: list[Completion] = []
-        deadline = time.monotonic() + DEADLINE_S
-        while len(found) < count:
-            assert time.monotonic() < deadline, f"{len(found)} of {count} jobs reported"
-            found += self.worker.engine.finished()
-            time.sleep(0.001)
-        return found
-
-    def store(self, blocks: list[int], *slots: int) -> None:
-        """Store whole chunks and wait."""
-        self.worker.submit_store(1, gpu(blocks, 0), self.to_store(*slots))
-        (item,) = self.results()
-        assert set(item.outcomes) == {Outcome.OK}
-
-
-def gpu(blocks: list[int], first: int) -> GPULoadStoreSpec:
-    """``first``: the request's number of its first block."""
-    return GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[first])
 
 
 @pytest.fixture
@@ -162,9 +70,7 @@ def test_sleep_lets_go_of_everything_and_waking_up_takes_it_again(rig: Rig, tmp_
     rig.worker.wake_up()
     assert open_files(tmp_path)
     rig.worker.wake_up()
-    rig.worker.submit_load(5, rig.to_load(0, 1), gpu(list(range(8)), 0))
-    (item,) = rig.results()
-    assert item.outcomes == (Outcome.OK, Outcome.OK)
+    assert rig.load(list(range(8)), 0, 1) == (Outcome.OK, Outcome.OK)
     assert [rig.block(block) for block in range(8)] == before
 
 
@@ -192,9 +98,7 @@ def test_waking_up_while_the_drive_is_away(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / "not mounted").rename(drive)
         while not rig.status().open:
             pass
-        rig.worker.submit_load(2, rig.to_load(0), gpu([0, 1, 2, 3], 0))
-        (item,) = rig.results()
-        assert item.outcomes == (Outcome.OK,)
+        assert rig.load([0, 1, 2, 3], 0) == (Outcome.OK,)
     finally:
         rig.worker.shutdown()
         lock.release()
@@ -311,9 +215,7 @@ def test_a_shutdown_during_the_opening(tmp_path: Path, monkeypatch: pytest.Monke
     slow.go_on.set()
     opening.join(DEADLINE_S)
     assert not slow.opened[0]._thread.is_alive()
-    rig.worker.submit_load(1, rig.to_load(0), gpu([0, 1, 2, 3], 0))
-    (item,) = rig.results()
-    assert item.outcomes == (Outcome.FAILED,)
+    assert rig.load([0, 1, 2, 3], 0) == (Outcome.FAILED,)
     monkeypatch.undo()
     again = Rig(tmp_path)
     again.worker.shutdown()

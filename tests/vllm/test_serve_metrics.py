@@ -14,11 +14,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 import msgspec
+import pytest
 import zmq
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 

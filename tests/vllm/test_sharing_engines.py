@@ -7,9 +7,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from vllm.config import ParallelConfig
 
 from nixl_offload.vllm.serving_tiers import sharing_engines

@@ -46,18 +46,12 @@ def limit_s(monkeypatch: pytest.MonkeyPatch) -> float:
 
 
 @pytest.fixture
-def load(half: Rig) -> int:
-    """The job of a load of the whole prompt that is under way."""
+def load(half: Rig) -> dict[str, Any]:
+    """The report of a load of the whole prompt that is under way."""
     half.arrive("loads", PROMPT)
     assert half.ask("loads") == WHOLE
     half.allocate("loads", BLOCKS, loaded_tokens=CHUNKS * CHUNK_TOKENS)
-    [job] = half.step().load_jobs
-    return int(job)
-
-
-def complete(half: Rig, job: int) -> None:
-    """The rank reports a job, and all tickets."""
-    half.hear(completed_jobs={job: 1}, tickets={ticket: TicketReport() for ticket in range(100)})
+    return manager_rig.all_done(half.step())
 
 
 def compute(half: Rig, name: str, tokens: int) -> Any:
@@ -66,15 +60,15 @@ def compute(half: Rig, name: str, tokens: int) -> Any:
     return half.step({name: tokens})
 
 
-def test_requests_that_share_a_load_wait_for_it_and_hit(half: Rig, load: int) -> None:
+def test_requests_that_share_a_load_wait_for_it_and_hit(half: Rig, load: dict[str, Any]) -> None:
     half.arrive("waits", PROMPT)
     assert half.ask("waits") == NOT_YET
-    complete(half, load)
+    half.hear(**load)
     assert half.ask("waits") == WHOLE
 
 
 def test_a_load_that_hangs_holds_those_that_share_its_chunks_no_longer_than_computing_takes(
-    half: Rig, load: int, limit_s: float
+    half: Rig, load: dict[str, Any], limit_s: float
 ) -> None:
     half.arrive("waits", PROMPT)
     assert half.ask("waits") == NOT_YET
@@ -82,7 +76,7 @@ def test_a_load_that_hangs_holds_those_that_share_its_chunks_no_longer_than_comp
     assert half.ask("waits") == (0, False)
     half.arrive("comes later", PROMPT)
     assert half.ask("comes later") == (0, False), "the load has been out for so long"
-    complete(half, load)
+    half.hear(**load)
     half.arrive("comes last", PROMPT)
     assert half.ask("comes last") == WHOLE
 
@@ -104,13 +98,13 @@ def test_a_preempted_request_whose_stores_hang_is_computed(half: Rig, limit_s: f
     tokens = (CHUNKS + 1) * CHUNK_TOKENS
     half.arrive("preempted", LONG_PROMPT)
     assert half.ask("preempted") == WHOLE
-    [job] = compute(half, "preempted", tokens).store_jobs
+    stores = manager_rig.all_done(compute(half, "preempted", tokens))
     half.step(preempted_req_ids={"preempted"})
     assert half.ask("preempted") == NOT_YET
     time.sleep(limit_s)
     assert half.ask("preempted") == (0, False)
     compute(half, "preempted", CHUNK_TOKENS)
-    complete(half, job)
+    half.hear(**stores)
     half.arrive("comes later", LONG_PROMPT)
     assert half.ask("comes later") == (tokens, True)
 

@@ -1,0 +1,26 @@
+"""The benchmark of a rank, and played copies, run. No other test uses them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import interpreter
+from benchmarks.serving import played
+
+
+@pytest.mark.parametrize("medium", ["slab", "memory"])
+def test_a_rank_takes_time_for_each_chunk(medium: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreter, "JOBS", (1, 8))
+    monkeypatch.setattr(interpreter, "RUN_CHUNKS", 8)
+    with interpreter.open_rank(medium, tmp_path) as rank:
+        assert all(min(interpreter.measure(rank, operation, 1)) > 0 for operation in interpreter.OPERATIONS)
+
+
+def test_a_copy_by_the_clock_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(played.RATE, "2e4")
+    packer = played.ClockedPacker([], [[]])
+    packer.block_bytes = [10_000]
+    assert not packer.scatter_many(0, [(np.arange(2), np.empty(0))], played.Copy(0)).done()
