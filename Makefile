@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE :=
 TESTS := test-unit test-contract test-model test-faults test-s3 test-vllm test-gpu
 LINTS := lint-ruff lint-types lint-imports lint-budget
 
-.PHONY: help demo demo-s3 test test-long $(TESTS) lint $(LINTS) bench families prove test-vllm-upstream try-vllm bench-s3 bench-serving gpu-kit gpu-check docs dist env clean
+.PHONY: help demo demo-s3 test test-long $(TESTS) lint $(LINTS) bench families prove test-vllm-upstream try-vllm bench-s3 bench-scheduler bench-serving gpu-kit gpu-check docs dist env clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -89,6 +89,9 @@ bench: $(STAMP) ## Benchmarks of the file path against fio
 
 bench-s3: $(STAMP) ## Benchmarks of the S3 path against plain NIXL, on a local S3 server
 	@$(BIN)/python -m benchmarks.s3 $(ARGS)
+
+bench-scheduler: $(STAMP) ## Processor time of the scheduler's thread beside vLLM's own manager, 1 k to 200 k tokens
+	@$(BIN)/python -m benchmarks.scheduler $(ARGS)
 
 bench-serving: $(STAMP) ## The race of ways of keeping KV, vLLM's own included, at a GPU's pace (ARGS="restart --sides prefix memory+slab --rounds 1")
 	@$(BIN)/python -m benchmarks.serving $(ARGS)
