@@ -1,8 +1,8 @@
 """The command ``nixl-offload``: parses arguments, calls one command, turns our errors into exit codes.
 
 Threading: a process of its own, one thread. Exit codes: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted by
-SIGINT or SIGTERM; both clean up alike. A failure prints a line on stderr. With ``--json`` it also prints
-``{"error": ...}`` on stdout, unless the command has printed its own JSON. argparse reports wrong options.
+SIGINT or SIGTERM; both clean up alike. A failure prints a line on stderr. With ``--json`` one of exit code 1 or 2 also
+prints ``{"error": ...}`` on stdout; commands raise nothing once they print JSON. argparse reports wrong options.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any, Final, TextIO, cast
+from typing import Final
 
 from nixl_offload import __version__
 from nixl_offload.errors import ConfigError, NixlOffloadError
@@ -76,28 +76,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 -- for as long as the process lives
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     words = sys.argv[1:] if argv is None else argv
-    output = _Output(sys.stdout)
     try:
-        with contextlib.redirect_stdout(cast(TextIO, output)):
-            return _run(words)
+        return _run(words)
+    except NixlOffloadError as error:
+        message, code = str(error), EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+        if "--json" in words:
+            with contextlib.suppress(OSError):
+                print(json.dumps({"error": message}), flush=True)
     except OSError as error:
         # Errors of storage are translated where they happen. The rest is stdout: `| head`, or `> file` on a full disk.
         if error.filename is not None or error.errno not in _OUTPUT_REFUSED:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())  # else the interpreter complains at exit
-        message, code, output.begun = f"the output cannot be written: {os.strerror(error.errno)}", EXIT_FAILED, True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at exit
+        message, code = f"the output cannot be written: {os.strerror(error.errno)}", EXIT_FAILED
         if isinstance(error, BrokenPipeError):  # the reader has gone
             return code
-    except NixlOffloadError as error:
-        message, code = str(error), EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
     except (KeyboardInterrupt, RuntimeError) as error:
         # A signal while CPython starts a thread may appear as RuntimeError "release unlocked lock".
         if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__context__, KeyboardInterrupt):
             raise
         message, code = "interrupted", EXIT_INTERRUPTED
-    if "--json" in words and not output.begun:
-        with contextlib.suppress(OSError):
-            print(json.dumps({"error": message}), flush=True)
     print(f"nixl-offload: {message}", file=sys.stderr)
     return code
 
@@ -114,21 +112,6 @@ def _run(words: Sequence[str]) -> int:
     finally:
         if is_main:
             signal.signal(signal.SIGTERM, before)
-
-
-class _Output:
-    """Standard output that remembers whether anything was printed."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self.begun = False
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        self.begun = True
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def _parser(*asked: str) -> argparse.ArgumentParser:
