@@ -158,6 +158,7 @@ def test_a_shared_directory_is_synced_renamed_and_its_clock_compared(tmp_path: P
     """A clock that is off by more than gc's grace is wrong: gc could delete chunks that were just written."""
     shared = tier_of(tmp_path, kind="shared_dir")
     assert look("sync and clock", shared).state == "ok"
+    assert "; servers evict" in look("space", shared).words
     for skew_s, state, words in ((-120, "warning", "ahead of"), (900, "wrong", "behind")):
         clock = look("sync and clock", shared, clock=lambda skew_s=skew_s: time.time() + skew_s)
         assert clock.state == state

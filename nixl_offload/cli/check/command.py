@@ -101,7 +101,12 @@ def environment(config: Config, gpu: Fact, version: Callable[..., str | None] = 
     for name, distributions in _LIBRARIES.items():  # if one is missing, the movers' findings say what follows
         yield Finding(name, "ok", version(*distributions) or "not installed")
     if config.authenticate is not None:
-        yield keys_finding(config.authenticate.key_file)
+        try:
+            key = read_key_file(config.authenticate.key_file).first_id.hex()
+            yield Finding("keys", "ok", f"chunks in shared tiers are signed by key {key}")
+        except ConfigError as error:
+            fix = "run this as the server's user, and see Keys in operations.md"
+            yield Finding("keys", "wrong", f"{error}; a server does not start", fix)
 
 
 def _vllm(found: str | None) -> Finding:
@@ -125,16 +130,6 @@ def _plugin_of_vllm(version: Callable[..., str | None]) -> Finding:
         words = f"{__version__}, but VLLM_PLUGINS={allowed} keeps vLLM from loading it"
         return Finding("nixl-offload", "wrong", words, fix)
     return Finding("nixl-offload", "ok", f"{__version__}, registered with vLLM")
-
-
-def keys_finding(key_file: str) -> Finding:
-    """Check that this user can read the keys of ``authenticate``."""
-    try:
-        keys = read_key_file(key_file)
-    except ConfigError as error:
-        fix = "run this as the server's user, and see Keys in operations.md"
-        return Finding("keys", "wrong", f"{error}; a server does not start", fix)
-    return Finding("keys", "ok", f"chunks in shared tiers are signed by key {keys.first_id.hex()}")
 
 
 def memory_finding(capacity_bytes: int, room: machine.Room, staging_bytes: int) -> Finding:

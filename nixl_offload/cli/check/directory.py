@@ -95,10 +95,6 @@ def directory_findings(
         return  # the other checks need to write
     yield _space(tier, at, root)
     if isinstance(tier, SharedDirConfig):
-        size = format_size(tier.capacity_bytes)
-        kept = f"servers keep it to {size}; what was not used for longest goes first"
-        by_gc = f"by nixl-offload gc, which a timer must run, down to {size}"
-        yield Finding("eviction", "ok", kept if is_kept(tier, root) else by_gc)
         yield _clock(at, clock)
 
 
@@ -174,10 +170,11 @@ def _space(tier: DirectoryConfig, at: str, root: str) -> Finding:
         fits = int(max(0, spare_bytes(space, share))) + held
         words += f", {about_size(held)} in use by what the directory holds"
     words += f"; {share:.0%} of it stay free (keep_free)" if share else ""
-    if tier.capacity_bytes <= fits:
+    servers_evict = isinstance(tier, SharedDirConfig) and is_kept(tier, root)
+    if tier.is_shared:
+        words += f"; {'servers evict' if servers_evict else 'a timer must run nixl-offload gc'} to keep to it"
+    if tier.capacity_bytes <= fits or servers_evict:
         return Finding(name, "ok", words)
-    if isinstance(tier, SharedDirConfig) and is_kept(tier, root):
-        return Finding(name, "ok", f"{words}: servers evict sooner")
     fits = int(fits * _FILL_SHARE)
     unit = 1 << 30 if fits >= 10 << 30 else 1 << 20
     if fits < unit:
