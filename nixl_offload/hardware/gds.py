@@ -30,14 +30,16 @@ def settings_path() -> str:
     return os.environ.get(PATH_VARIABLE) or "/etc/cufile.json"
 
 
-def settings_of(name: str, root: str = "/") -> list[str]:
-    """Return the numbers or words to which cuFile's file sets ``name``, in any section; none: cuFile's default holds.
+def settings_of(name: str, root: str = "/", section: str = "") -> list[str]:
+    """Return the numbers or words to which cuFile's file sets ``name``; none: cuFile's default holds. ``section``: only
+    of the innermost section; empty: of any.
 
-    The file is JSON with comments. A search is enough: what this module needs has one meaning in all sections.
+    The file is JSON with comments and perhaps with commas too many, so it is searched.
     """
     strings_and_comments = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
     text = strings_and_comments.sub(lambda found: found[1] or " ", read(root, settings_path()))
-    return re.findall(rf'"{name}"\s*:\s*(\w+)', text)
+    within = rf'"{section}"\s*:\s*\{{[^{{}}]*' if section else ""
+    return re.findall(rf'{within}"{name}"\s*:\s*(\w+)', text)
 
 
 def _is_on(variable: str, name: str, root: str) -> bool:
@@ -153,9 +155,9 @@ def _p2pdma_obstacle(root: str) -> tuple[str, str] | None:
         return f"kernel {release} is older than 6.2", "boot a kernel from 6.2 on"
     if "proprietary" in find_driver(root).words:
         return "the driver has proprietary kernel modules", "install its open kernel modules"
-    # From cuFile 1.16 on, two sections must say it. The variable stands for one of them.
-    places = settings_of("use_pci_p2pdma", root).count("true") + bool(os.environ.get(P2PDMA_VARIABLE))
-    if places < 2 or not _is_on(P2PDMA_VARIABLE, "use_pci_p2pdma", root):
+    # From cuFile 1.16 on, both sections must say it. The variable stands for one of them.
+    places = ["true" in settings_of("use_pci_p2pdma", root, section) for section in ("properties", "nvme")]
+    if sum(places) + bool(os.environ.get(P2PDMA_VARIABLE)) < 2 or not _is_on(P2PDMA_VARIABLE, "use_pci_p2pdma", root):
         words = f"{settings_path()} does not say use_pci_p2pdma in properties and block.nvme"
         return words, f"set it in {settings_path()}: take ours, which nixl-offload configs cufile.json prints"
     return None

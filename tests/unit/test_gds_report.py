@@ -128,6 +128,7 @@ def test_p2pdma_is_never_certain(machine: Machine) -> None:
 
 JOURNAL = "rw,data=journal"
 PLAIN = ("/dev/nvme0n1", "259:0")
+TWICE_BUT_NOT_THERE = '{"fs": {"use_pci_p2pdma": true}, "properties": {"a": 1, "use_pci_p2pdma": true}}'
 MISSING: list[tuple[Callable[[Machine], object], str, str]] = [
     (lambda m: m.remove("proc/driver/nvidia"), "no NVIDIA driver here", "--gpus all"),
     (lambda m: m.remove("run/udev"), "has no data", "-v /run/udev:/run/udev:ro"),
@@ -142,6 +143,7 @@ MISSING: list[tuple[Callable[[Machine], object], str, str]] = [
     (lambda m: m.directory.rmdir(), "O_DIRECT does not work in", "on ext4"),
     # What PCI P2PDMA lacks, where there is no nvidia-fs.
     (lambda m: m.p2pdma("etc/cufile.json", "{}"), "does not say use_pci_p2pdma", "configs cufile.json"),
+    (lambda m: m.p2pdma("etc/cufile.json", TWICE_BUT_NOT_THERE), "does not say use_pci_p2pdma", "configs cufile.json"),
     (lambda m: m.p2pdma("proc/sys/kernel/osrelease", "5.15.0\n"), "older than 6.2", "boot a kernel"),
     (lambda m: m.p2pdma("proc/driver/nvidia/version", OPEN_DRIVER.replace("Open ", "")), "proprietary", "open kernel"),
 ]
