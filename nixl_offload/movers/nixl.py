@@ -39,10 +39,7 @@ from nixl_offload.movers.base import (
     MemoryRegion,
     Mover,
     MoverLimits,
-    Op,
     TrackedTransfer,
-    Transfer,
-    TransferState,
 )
 from nixl_offload.movers.pinning import add_holder, check_pinning, remove_holder
 from nixl_offload.stores.s3 import ATTEMPTS, S3Address
@@ -70,15 +67,19 @@ class NixlPlugin:
     """Of an object plugin: comes before every object name."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Set while the plugin starts, unless the process has other values: what it can be told in no other way."""
+    host: NixlPlugin | None = None
+    """Moves host memory in its place, to and from the same files, if that plugin starts."""
 
 
 _HOST = frozenset({MemoryKind.DRAM})
+_AIO = NixlPlugin("posix_aio", "POSIX", {"use_aio": "true"}, _HOST)
 
 PLUGINS: Mapping[str, NixlPlugin] = MappingProxyType(
     {
         "posix_uring": NixlPlugin("posix_uring", "POSIX", {"use_uring": "true"}, _HOST),
-        "posix_aio": NixlPlugin("posix_aio", "POSIX", {"use_aio": "true"}, _HOST),
-        "gds_mt": NixlPlugin("gds_mt", "GDS_MT", {"thread_count": "8"}, frozenset(MemoryKind)),
+        "posix_aio": _AIO,
+        # GDS_MT registers memory with cuFile, which takes long and may fail for a memory tier of a hundred GB.
+        "gds_mt": NixlPlugin("gds_mt", "GDS_MT", {"thread_count": "8"}, frozenset(MemoryKind), host=_AIO),
     }
 )
 
@@ -129,12 +130,14 @@ class AgentMover(Mover):
     def __init__(self, plugin: NixlPlugin, *, limits: MoverLimits, close_timeout_s: float) -> None:
         super().__init__(plugin.name, plugin.memory_kinds, limits, close_timeout_s)
         self._plugin = plugin
-        self._backends = [plugin.plugin]
+        self._host_plugin = plugin.plugin
+        """NIXL's name of the plugin that moves host memory."""
         self._agent: Any = None
         self._agent_name = f"nixl-offload-{os.getpid()}-{next(_agent_numbers)}"
         self._errors: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError)
         """What NIXL raises. Its own exceptions are added when it is imported."""
-        self._registered: dict[MemoryId | FileId, Any] = {}
+        self._registered: dict[MemoryId | FileId, contextlib.ExitStack] = {}
+        """What undoes each registration."""
         keep_in_children(self)  # agents do not survive a fork, and handles that are collected release themselves
 
     def connect(self) -> None:
@@ -165,7 +168,16 @@ class AgentMover(Mover):
                 f"{plugin.name}: NIXL's {plugin.plugin} plugin does not start here: {_words(error)}"
             ) from error
         self.memory_kinds = frozenset(kind for kind in plugin.memory_kinds if kind.name in taken)
+        if plugin.host is not None:
+            try:
+                agent.create_backend(plugin.host.plugin, dict(plugin.host.params))
+                self._host_plugin = plugin.host.plugin
+            except self._errors as error:
+                logger.info("%s: %s does not start: %s", plugin.name, plugin.host.name, _words(error))
         return agent
+
+    def _plugin_for(self, kind: MemoryKind) -> str:
+        return self._host_plugin if kind is MemoryKind.DRAM else self._plugin.plugin
 
     def _call(self, doing: str, method: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method of the agent. What NIXL raises becomes a MoverError; ``doing`` says what failed."""
@@ -176,25 +188,30 @@ class AgentMover(Mover):
 
     # Memory, files and objects
 
-    def _register_as(self, what: str, kind: str, descriptor: tuple[int, int, int, str]) -> Any:
-        """Register memory, a file or an object (``what``, for messages) with NIXL."""
-        return self._call(f"register {what}", self._agent.register_memory, [descriptor], kind, self._backends)
+    def _register_as(
+        self, handle: MemoryId | FileId, what: str, kind: str, descriptor: tuple[int, int, int, str], *plugins: str
+    ) -> None:
+        """Register memory, a file or an object (``what``, for messages) with each of the plugins, or with none."""
+        with contextlib.ExitStack() as undo:
+            for plugin in plugins:
+                done = self._call(f"register {what}", self._agent.register_memory, [descriptor], kind, [plugin])
+                undo.callback(self._call, f"deregister {what}", self._agent.deregister_memory, done, [plugin])
+            self._registered[handle] = undo.pop_all()
 
     def _register(self, memory: MemoryId, region: MemoryRegion) -> None:
         descriptor = (region.address, region.length_bytes, region.device_id, "")
         with LIBRARIES:
-            self._registered[memory] = self._register_as("memory", region.kind.name, descriptor)
+            self._register_as(memory, "memory", region.kind.name, descriptor, self._plugin_for(region.kind))
 
     def _unregister(self, memory: MemoryId, region: MemoryRegion) -> None:
         with LIBRARIES:
-            self._deregister("memory", memory)
+            self._deregister(memory)
 
     def _unregister_file(self, file: FileId, entry: FileEntry) -> None:
-        self._deregister(entry.path, file)
+        self._deregister(file)
 
-    def _deregister(self, what: str, handle: MemoryId | FileId) -> None:
-        registered = self._registered.pop(handle)
-        self._call(f"deregister {what}", self._agent.deregister_memory, registered, self._backends)
+    def _deregister(self, handle: MemoryId | FileId) -> None:
+        self._registered.pop(handle).close()
         if self._closed:
             self._forget_if_unused()
 
@@ -219,7 +236,8 @@ class AgentMover(Mover):
         def initialize() -> Any:
             ours = agent.get_xfer_descs(_descriptors(mem, region.address, region.device_id), region.kind.name)
             theirs = agent.get_xfer_descs(_descriptors(fil, 0, target_id), target_kind)
-            return agent.initialize_xfer(transfer.op.name, ours, theirs, self._agent_name, b"", self._backends)
+            plugins = [self._plugin_for(region.kind)]
+            return agent.initialize_xfer(transfer.op.name, ours, theirs, self._agent_name, b"", plugins)
 
         transfer.handle = self._call("initialize transfer", initialize)
 
@@ -268,7 +286,7 @@ class AgentMover(Mover):
 
 
 class NixlMover(AgentMover):
-    """Moves files by POSIX (aio, io_uring), or device memory by GDS_MT.
+    """Moves files by POSIX (aio, io_uring), or by GDS_MT, and then host memory by POSIX.
 
     After a failure: only this transfer is lost, the mover goes on. Each of these plugins reports an error only when
     nothing of the handle is in flight; ``Transfer.quarantine`` is set where a transfer was not started whole, and for
@@ -291,13 +309,14 @@ class NixlMover(AgentMover):
     def _unregister(self, memory: MemoryId, region: MemoryRegion) -> None:
         if self._is_cufile and region.kind is MemoryKind.VRAM:
             with LIBRARIES:
-                remove_holder(region, lambda: self._deregister("memory", memory))
+                remove_holder(region, lambda: self._deregister(memory))
         else:
             super()._unregister(memory, region)
 
     def _register_file(self, file: FileId, entry: FileEntry) -> None:
         # Empty meta info is fd mode: the device id is the descriptor.
-        self._registered[file] = self._register_as(entry.path, "FILE", (0, entry.length_bytes, entry.fd, ""))
+        descriptor = (0, entry.length_bytes, entry.fd, "")
+        self._register_as(file, entry.path, "FILE", descriptor, *{self._plugin.plugin, self._host_plugin})
 
     def _launch(self, transfer: NixlTransfer) -> None:
         self._prepare(transfer, "FILE", transfer.file.fd)
@@ -309,71 +328,6 @@ class NixlMover(AgentMover):
     def _note(self, transfer: NixlTransfer, state: str | None) -> None:
         if state is not None and state != "PROC":
             self._finish(transfer, None if state == "DONE" else self._failure(transfer, state))
-
-
-class PairedMover(Mover):
-    """Moves device memory by one mover and host memory by another, to and from the same files. Closes both.
-
-    For GDS_MT, which would register host memory with cuFile as well: that takes long and may fail for a memory tier of
-    a hundred GB. A memory's id is twice that of its mover, plus 1 for host memory; a file's is the device's mover's.
-    """
-
-    def __init__(self, device: Mover, host: Mover) -> None:
-        """``device`` takes VRAM and ``host`` DRAM. The limits are those of ``device``."""
-        super().__init__(device.name, frozenset(MemoryKind), device.limits, close_timeout_s=0.0)
-        self._device, self._host = device, host
-        self._host_files: dict[FileId, FileId] = {}
-
-    def register_memory(self, region: MemoryRegion) -> MemoryId:
-        on_host = region.kind is MemoryKind.DRAM
-        return MemoryId(2 * (self._host if on_host else self._device).register_memory(region) + on_host)
-
-    def unregister_memory(self, memory: MemoryId) -> None:
-        inner, on_host = divmod(memory, 2)
-        (self._host if on_host else self._device).unregister_memory(MemoryId(inner))
-
-    def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
-        try:
-            host_fd = os.dup(fd)
-        except OSError as error:
-            os.close(fd)
-            raise MoverError(f"cannot use {path}: {error.strerror}") from error
-        try:
-            file = self._device.adopt_file(fd, path, length_bytes, direct=direct)
-        except BaseException:
-            os.close(host_fd)
-            raise
-        try:
-            self._host_files[file] = self._host.adopt_file(host_fd, path, length_bytes, direct=direct)
-        except BaseException:
-            self._device.close_file(file)
-            raise
-        return file
-
-    def close_file(self, file: FileId) -> None:
-        if file in self._host_files:
-            self._host.close_file(self._host_files[file])
-            del self._host_files[file]
-        self._device.close_file(file)
-
-    def submit(
-        self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
-    ) -> Transfer:
-        if file not in self._host_files:
-            raise MoverError(f"{self.name}: file {file} is not open here")
-        inner, on_host = divmod(memory, 2)
-        mover, opened = (self._host, self._host_files[file]) if on_host else (self._device, file)
-        return mover.submit(op, MemoryId(inner), memory_extents, opened, file_extents)
-
-    def poll(self, transfer: Transfer) -> TransferState:
-        self._device.poll(transfer)  # one of them knows it
-        return self._host.poll(transfer)
-
-    def close(self) -> None:
-        try:
-            self._device.close()
-        finally:
-            self._host.close()
 
 
 # Details

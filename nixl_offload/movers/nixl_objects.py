@@ -93,7 +93,7 @@ class NixlObjectMover(AgentMover):
     def _register_file(self, file: FileId, entry: FileEntry) -> None:
         number = next(_object_numbers)
         descriptor = (0, entry.length_bytes, number, self._plugin.key_prefix + entry.path)
-        self._registered[file] = self._register_as(entry.path, "OBJ", descriptor)
+        self._register_as(file, entry.path, "OBJ", descriptor, self._plugin.plugin)
         self._numbers[entry] = number
 
     def _unregister_file(self, file: FileId, entry: FileEntry) -> None:

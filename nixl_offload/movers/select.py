@@ -25,7 +25,7 @@ from nixl_offload.hardware.gds import gds_report
 from nixl_offload.keep import keep_forever
 from nixl_offload.movers.base import Extents, MemoryKind, MemoryRegion, Mover, Op, move, open_file
 from nixl_offload.movers.kvikio import KvikioMover
-from nixl_offload.movers.nixl import PLUGINS, NixlMover, PairedMover, object_plugin
+from nixl_offload.movers.nixl import PLUGINS, NixlMover, object_plugin
 from nixl_offload.movers.nixl_objects import NixlObjectMover
 from nixl_offload.movers.threaded import CopyMover, StoreMover
 from nixl_offload.stores.s3 import S3Address, open_store
@@ -106,9 +106,8 @@ def open_mover(
 ) -> ProbedMover:
     """Open the best mover of ``kind`` that can really move bytes between this memory and a file in ``directory``.
 
-    With ``gds_mt`` for VRAM, host memory goes by the best mover for it. ``threads`` is as in ``make_mover``.
-    ``scratch`` is at least ``SCRATCH_BYTES`` of the memory to probe VRAM with, page-aligned; None takes it from torch's
-    current CUDA device. Says at INFO what was chosen and what was passed over, and why.
+    ``threads`` is as in ``make_mover``. ``scratch`` is at least ``SCRATCH_BYTES`` of the memory to probe VRAM with,
+    page-aligned; None takes it from torch's current CUDA device. Says at INFO what was chosen, passed over, and why.
     Raises MoverUnavailableError when nothing of ``kind`` can run, with the reasons and what would help.
     """
 
@@ -119,8 +118,7 @@ def open_mover(
         with _closed_on_error(mover):
             note = probe_round_trip(mover, probed_kind, directory, scratch if probed_kind is memory_kind else None)
             if name == "gds_mt" and probed_kind is MemoryKind.VRAM:
-                host = open_mover("auto", MemoryKind.DRAM, directory).mover
-                mover, note = PairedMover(mover, host), f"{note}; host memory by {host.name}"
+                probe_round_trip(mover, MemoryKind.DRAM, directory)  # a mover of its own for host memory
         return mover, note + ("" if probed_kind is memory_kind else _PACKS)
 
     refusal = f"mover {kind!r} cannot move {memory_kind.value} to files in {directory}"

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.errors import MoverError, MoverUnavailableError
-from nixl_offload.movers.base import FileId, MemoryId, MemoryKind, Mover, Op, open_file
+from nixl_offload.movers.base import FileId, MemoryKind, Mover, open_file
 from nixl_offload.movers.kvikio import KvikioMover
-from nixl_offload.movers.nixl import PLUGINS, NixlMover, PairedMover
+from nixl_offload.movers.nixl import PLUGINS, NixlMover
 from nixl_offload.movers.select import probe_round_trip
 from nixl_offload.movers.threaded import CopyMover
-from tests.contract.suites.mover_rig import HostMemory, extents
+from tests.contract.suites.mover_rig import HostMemory
 from tests.contract.suites.mover_suite import MoverSuite
 from tests.hostile import HostileFilesystem
 
@@ -90,35 +90,6 @@ def test_a_file_whose_status_cannot_be_read_is_closed(tmp_path: Path, call: str)
     with contextlib.closing(CopyMover()) as mover, pytest.raises(MoverError, match=os.strerror(errno.ESTALE)):
         open_file(mover, str(tmp_path / "data"), 4096, direct_io=False, filesystem=hostile)
     assert os.listdir("/proc/self/fd") == before
-
-
-class Refuses(CopyMover):
-    """Takes no file, and does not close."""
-
-    def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
-        os.close(fd)
-        raise MoverError("too many open files")
-
-    def close(self) -> None:
-        super().close()
-        raise MoverError("deregister memory failed")
-
-
-def test_a_pair_leaves_nothing_open_though_one_of_the_two_fails(tmp_path: Path) -> None:
-    """A file that cuFile refuses is refused, though POSIX takes it."""
-    path, page = tmp_path / "data", extents([0], 4096)
-    path.write_bytes(bytes(4096))
-    before = len(os.listdir("/proc/self/fd"))
-    for pair in ((CopyMover(), Refuses()), (Refuses(), CopyMover())):
-        mover = PairedMover(*pair)
-        with pytest.raises(MoverError, match="too many"):
-            open_file(mover, str(path), 4096, direct_io=False)
-        with pytest.raises(MoverError, match="deregister"):
-            mover.close()
-        for each in pair:
-            with pytest.raises(MoverError, match="closed"):
-                each.submit(Op.READ, MemoryId(1), page, FileId(1), page)
-        assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("module", ["gds_cases.py", "kvikio_cases.py"])

@@ -28,6 +28,7 @@ PLACES = [
     "max_register",
     "largest",
     "bounced",
+    "fail_file",
 ]
 """As the enum in cufile.c."""
 

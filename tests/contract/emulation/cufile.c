@@ -33,6 +33,7 @@ enum {
     MAX_REGISTER,     /* bytes that it takes at once; 0: any number */
     LARGEST,          /* bytes that were registered at once, at most */
     BOUNCED,          /* reads and writes of memory that is not registered as one piece */
+    FAIL_FILE,        /* cuFileHandleRegister refuses */
     PLACES
 };
 
@@ -126,7 +127,7 @@ Error cuFileDriverSetMaxPinnedMemSize(size_t size) { (void)size; return error_of
 
 Error cuFileHandleRegister(void **handle, Descr *descr) {
     File *file = malloc(sizeof *file);
-    if (!file || fcntl(descr->handle.fd, F_GETFD) < 0) {
+    if (!file || fcntl(descr->handle.fd, F_GETFD) < 0 || get(FAIL_FILE)) {
         free(file);
         return error_of(ERROR_INTERNAL);
     }
