@@ -16,12 +16,10 @@ them.
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import hashlib
 import logging
 import os
-import queue
 import re
 import stat
 import struct
@@ -29,11 +27,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import xxhash
 
+from nixl_offload.calls import CallThreads
 from nixl_offload.errors import NamespaceError
 
 logger = logging.getLogger(__name__)
@@ -155,7 +156,8 @@ def digest_files(
     """
     try:
         files = list_files(path, alone=alone)
-        sums = _Reading(path, files, stop or threading.Event()).sums(threads)
+        threads = threads or max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0)) // 2))
+        sums = _sums(path, files, threads, stop or threading.Event())
         if changed := set(files) ^ set(list_files(path, alone=alone)):
             raise _changed(min(changed, key=lambda file: file.name).path)
     except NamespaceError:
@@ -227,97 +229,72 @@ def _model_file(name: str, path: str, status: os.stat_result) -> ModelFile:
     return ModelFile(name, path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
-class _Reading:
-    """Sums files by several threads."""
+def _sums(model: str, files: Sequence[ModelFile], threads: int, stop: threading.Event) -> list[list[bytes]]:
+    """Return the sums of each file's pieces. Raises NamespaceError."""
+    sums = [[b""] * file.pieces for file in files]
+    left = deque((at, file, piece) for at, file in enumerate(files) for piece in range(file.pieces))
+    total_bytes, began_s = sum(file.size_bytes for file in files), time.monotonic()
 
-    def __init__(self, model: str, files: Sequence[ModelFile], stop: threading.Event) -> None:
-        self._model = model
-        self._stop = stop
-        self._sums = [[b""] * file.pieces for file in files]
-        self._left = deque((at, file, piece) for at, file in enumerate(files) for piece in range(file.pieces))
-        self._total_bytes = sum(file.size_bytes for file in files)
-        self._ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-        """Each thread's error when it ends; None: there was nothing left to read."""
-        self._began_s = time.monotonic()
-
-    def sums(self, threads: int | None) -> list[list[bytes]]:
-        """Return the sums of each file's pieces. Raises NamespaceError, and RuntimeError where no thread starts."""
-        running = 0
-        for number in range(threads or max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0)) // 2))):
+    def work() -> None:
+        """Sum pieces until there are none left."""
+        buffer = memoryview(bytearray(_BUFFER_BYTES))
+        while not stop.is_set():
             try:
-                threading.Thread(target=self._work, name=f"weights-read-{number}", daemon=True).start()
-            except RuntimeError:  # no more threads to be had now
-                if not running:
-                    raise
+                at, file, piece = left.popleft()
+            except IndexError:
                 break
-            running += 1
-        while running:
-            try:
-                ended = self._ended.get(timeout=_PROGRESS_S)
-            except queue.Empty:
-                if self._stop.is_set():
-                    break
-                self._log("Reading the files of %s, to know which weights they are")
-                continue
-            if ended is not None:
-                self._left.clear()
-                raise ended
-            running -= 1
-        if self._stop.is_set():
-            raise NamespaceError(f"the files of {self._model} were not read to the end: stopped")
-        if time.monotonic() - self._began_s > _SLOW_S:
-            self._log("Read the files of %s, to know which weights they are")
-        return self._sums
+            sums[at][piece] = _sum(file, piece, buffer, stop)
 
-    def _log(self, what: str) -> None:
-        passed_s = time.monotonic() - self._began_s
-        read_bytes = max(0, self._total_bytes - len(self._left) * PIECE_BYTES)
+    def log(what: str) -> None:
+        passed_s, read_bytes = time.monotonic() - began_s, max(0, total_bytes - len(left) * PIECE_BYTES)
+        speed, gib = read_bytes / 2**30 / passed_s, (read_bytes / 2**30, total_bytes / 2**30)
         logger.info(
-            what + ": %.1f of %.1f GiB in %.0f s, %.1f GiB/s",
-            self._model,
-            read_bytes / 2**30,
-            self._total_bytes / 2**30,
-            passed_s,
-            read_bytes / 2**30 / passed_s,
+            "%s the files of %s, to know which weights they are: %.1f of %.1f GiB in %.0f s, %.1f GiB/s",
+            *(what, model, *gib, passed_s, speed),
         )
 
-    def _work(self) -> None:
-        """Sum pieces until there are none left."""
+    with closing(CallThreads("weights-read", threads)) as pool:
+        calls: set[Future[None]] = {pool.start(work) for _ in range(threads)}
         try:
-            buffer = memoryview(bytearray(_BUFFER_BYTES))
-            while not self._stop.is_set():
-                try:
-                    at, file, piece = self._left.popleft()
-                except IndexError:
-                    break
-                self._sums[at][piece] = self._sum(file, piece, buffer)
-            self._ended.put(None)
-        except Exception as error:  # noqa: BLE001 - the caller must learn that there is no digest
-            self._ended.put(error)
+            while calls and not stop.is_set():
+                ended, calls = wait(calls, _PROGRESS_S, FIRST_EXCEPTION)
+                for call in ended:
+                    call.result()
+                if calls:
+                    log("Reading")
+                    pool.keep_up()
+        finally:
+            left.clear()
+    if stop.is_set():
+        raise NamespaceError(f"the files of {model} were not read to the end: stopped")
+    if time.monotonic() - began_s > _SLOW_S:
+        log("Read")
+    return sums
 
-    def _sum(self, file: ModelFile, piece: int, buffer: memoryview) -> bytes:
-        at, end = piece * PIECE_BYTES, min((piece + 1) * PIECE_BYTES, file.size_bytes)
-        whole = xxhash.xxh3_128()
+
+def _sum(file: ModelFile, piece: int, buffer: memoryview, stop: threading.Event) -> bytes:
+    at, end = piece * PIECE_BYTES, min((piece + 1) * PIECE_BYTES, file.size_bytes)
+    whole = xxhash.xxh3_128()
+    try:
+        fd = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            fd = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                if _model_file(file.name, file.path, os.fstat(fd)) != file:
+            if _model_file(file.name, file.path, os.fstat(fd)) != file:
+                raise _changed(file.path)
+            with suppress(OSError):  # only a hint for readahead: several times as fast from a disk
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            while at < end and not stop.is_set():
+                got = os.preadv(fd, [buffer[: end - at]], at)
+                if not got:
                     raise _changed(file.path)
-                with contextlib.suppress(OSError):  # only a hint for readahead: several times as fast from a disk
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-                while at < end and not self._stop.is_set():
-                    got = os.preadv(fd, [buffer[: end - at]], at)
-                    if not got:
-                        raise _changed(file.path)
-                    whole.update(buffer[:got])
-                    at += got
-                if at == file.size_bytes and os.pread(fd, 1, at):
-                    raise _changed(file.path)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise _unreadable(file.path, error) from error
-        return whole.digest()
+                whole.update(buffer[:got])
+                at += got
+            if at == file.size_bytes and os.pread(fd, 1, at):
+                raise _changed(file.path)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise _unreadable(file.path, error) from error
+    return whole.digest()
 
 
 def _unreadable(path: str, error: OSError) -> NamespaceError:

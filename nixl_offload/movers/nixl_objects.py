@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-import queue
 import random
-import threading
 import time
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, Literal
 
+from nixl_offload.calls import CallThreads
 from nixl_offload.errors import MoverError, StoreError
 from nixl_offload.movers.base import OBJECT_LIMITS, FileEntry, FileId, Op
 from nixl_offload.movers.nixl import AgentMover, NixlPlugin, NixlTransfer
@@ -80,9 +79,7 @@ class NixlObjectMover(AgentMover):
         self._running: set[_ObjectTransfer] = set()
         self._resting: set[_ObjectTransfer] = set()
         """Transfers between two attempts."""
-        self._unasked: queue.SimpleQueue[_ObjectTransfer | None] = queue.SimpleQueue()
-        """Resting transfers whose object the store has not been asked for; None ends a thread."""
-        self._askers: list[threading.Thread] = []
+        self._askers = CallThreads("nixl-offload-obj-ask", ASKING_THREADS)
         self._usual_s = 0.0
         """The usual duration of a transfer."""
         self._look_s = 0.0
@@ -169,25 +166,16 @@ class NixlObjectMover(AgentMover):
         self._release(transfer)
         transfer.answer = ""
         self._resting.add(transfer)
-        with suppress(RuntimeError):  # no thread can be started now
-            while len(self._askers) < ASKING_THREADS:
-                asker = threading.Thread(target=self._ask, name="nixl-offload-obj-ask", daemon=True)
-                asker.start()
-                self._askers.append(asker)
-        if self._askers:
-            self._unasked.put(transfer)
-        else:
-            transfer.answer = "go on"
+        self._askers.start(partial(self._ask, transfer))
 
-    def _ask(self) -> None:
-        """Ask the store about the objects of failed reads, on a thread."""
-        while (transfer := self._unasked.get()) is not None:
-            try:
-                transfer.answer = "absent" if self.store.head(transfer.file.path) is None else "go on"
-            except Exception as error:  # noqa: BLE001 - then nobody knows
-                logger.debug("%s: whether %s is there: %r", self.name, transfer.file.path, error)
-                is_silent = isinstance(error, StoreError) and error.cause in NOT_ANSWERING
-                transfer.answer = "silent" if is_silent else "go on"
+    def _ask(self, transfer: _ObjectTransfer) -> None:
+        """Ask the store about the object of a failed read, on a thread."""
+        try:
+            transfer.answer = "absent" if self.store.head(transfer.file.path) is None else "go on"
+        except Exception as error:  # noqa: BLE001 - then nobody knows
+            logger.debug("%s: whether %s is there: %r", self.name, transfer.file.path, error)
+            is_silent = isinstance(error, StoreError) and error.cause in NOT_ANSWERING
+            transfer.answer = "silent" if is_silent else "go on"
 
     def _finish(self, transfer: Any, error: str | None, *, quarantine: bool = False) -> None:
         self._running.discard(transfer)
@@ -199,6 +187,5 @@ class NixlObjectMover(AgentMover):
             self._finish(transfer, transfer.failure or f"{self.name}: closed before it was started")
         self._waiting.clear()
         self._resting.clear()
-        for _ in self._askers:
-            self._unasked.put(None)
+        self._askers.close(0.0)
         self.store.close()

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nixl_offload.calls import CallThreads
 from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import Shard
@@ -217,33 +219,29 @@ def plan_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayout
 
 def _touch(directories: Sequence[str]) -> set[str]:
     """Make directories and write a page in each. Returns the directories that were done within ``TOUCH_LIMIT_S``."""
-    done: set[str] = set()
 
     def touch(directory: str) -> None:
-        try:
-            make_private_directory(Path(directory))
-            with tempfile.TemporaryFile(buffering=0, prefix=".mover-probe-", dir=directory) as file:
-                file.write(bytes(PAGE_BYTES))
-                os.fsync(file.fileno())
-            done.add(directory)
-        except OSError as error:
-            logger.debug("Nothing is compared in %s: %s", directory, error)
+        make_private_directory(Path(directory))
+        with tempfile.TemporaryFile(buffering=0, prefix=".mover-probe-", dir=directory) as file:
+            file.write(bytes(PAGE_BYTES))
+            os.fsync(file.fileno())
 
-    threads = {
-        directory: threading.Thread(target=touch, args=(directory,), name="nixl-offload-touch", daemon=True)
-        for directory in directories
-    }
-    with contextlib.suppress(RuntimeError):  # the machine has no thread to spare, and nothing more is compared
-        for thread in threads.values():
-            thread.start()
-    hung = join_all([thread for thread in threads.values() if thread.ident is not None], TOUCH_LIMIT_S)
-    for directory in (directory for directory, thread in threads.items() if thread in hung):
-        logger.warning(
-            "%s: nothing was written within %.0f s, so transfer paths are not compared there until the next start",
-            directory,
-            TOUCH_LIMIT_S,
-        )
-    return done.copy()
+    done = set[str]()
+    with contextlib.closing(CallThreads("nixl-offload-touch", max(1, len(directories)))) as threads:
+        calls = {directory: threads.start(partial(touch, directory)) for directory in directories}
+        wait(calls.values(), TOUCH_LIMIT_S)
+        for directory, call in calls.items():
+            if not call.done():
+                logger.warning(
+                    "%s: nothing was written within %.0f s, so transfer paths are not compared there until the next "
+                    "start",
+                    *(directory, TOUCH_LIMIT_S),
+                )
+            elif error := call.exception():
+                logger.debug("Nothing is compared in %s: %s", directory, error)
+            else:
+                done.add(directory)
+    return done
 
 
 def open_host(

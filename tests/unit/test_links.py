@@ -194,7 +194,7 @@ def test_a_hung_filesystem_does_not_keep_the_process_from_ending(tmp_path: Path)
     """The interpreter exits at once, although a call on a thread of the link never returns."""
     program = (
         "import threading\n"
-        "from nixl_offload.tiers.calls import CallThreads\n"
+        "from nixl_offload.calls import CallThreads\n"
         "threads = CallThreads('hung')\n"
         "threads.start(threading.Event().wait)\n"
         "threads.close(0.05)\n"

@@ -207,7 +207,7 @@ def lookup(rig: Rig) -> LookupResult:
 def wait_for_readers(*, are_there: bool) -> None:
     """Wait until threads read files for a digest, or none does."""
     until_s = time.monotonic() + DEADLINE_S
-    while any(thread.name.startswith("weights-read-") for thread in threading.enumerate()) != are_there:
+    while any(thread.name == "weights-read" for thread in threading.enumerate()) != are_there:
         assert time.monotonic() < until_s
         time.sleep(0.001)
 

@@ -21,6 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
+from nixl_offload.calls import CallThreads
 from nixl_offload.cli.check.child import ChildProcess, try_file_movers
 from nixl_offload.cli.check.findings import Finding, mover_findings
 from nixl_offload.cli.common import about_size
@@ -28,7 +29,6 @@ from nixl_offload.config import DirectoryConfig, SharedDirConfig
 from nixl_offload.hardware.gds import GdsReport, gds_report
 from nixl_offload.hardware.machine import LOCAL, find_mount
 from nixl_offload.stores.filesystem import spare_bytes, walk
-from nixl_offload.tiers.calls import CallThreads
 from nixl_offload.tiers.ownership import is_kept, kept_free, may_chmod
 from nixl_offload.tiers.shared.sweep import GRACE_S
 from nixl_offload.types import PAGE_BYTES

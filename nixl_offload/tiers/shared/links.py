@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 
+from nixl_offload.calls import Call, CallThreads
 from nixl_offload.errors import MoverError, StoreError, TierError
 from nixl_offload.movers.base import FileId, Mover, close_if_idle
 from nixl_offload.stores.directory import Draft, OpenFile, TreeFiles
 from nixl_offload.stores.filesystem import REAL, Filesystem
 from nixl_offload.tiers.base import NOTHING_STORED, Link, Target
 from nixl_offload.tiers.breaker import Breaker
-from nixl_offload.tiers.calls import Call, CallThreads
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Key, Location
 

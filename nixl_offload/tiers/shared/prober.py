@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
 
+from nixl_offload.calls import CallThreads
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import Store
-from nixl_offload.tiers.calls import CallThreads
 from nixl_offload.tiers.shared.naming import StoredShard
 from nixl_offload.tiers.shared.search import Search
 from nixl_offload.types import Key

@@ -18,6 +18,7 @@ from contextlib import closing, suppress
 from functools import partial
 from typing import Any, Final
 
+from nixl_offload.calls import CallThreads
 from nixl_offload.config.schema import LookupOptions
 from nixl_offload.errors import StoreError
 from nixl_offload.identity.namespace import Namespace
@@ -25,7 +26,6 @@ from nixl_offload.index import State
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.base import Place, SharedStatistics, Tier, not_arrived
 from nixl_offload.tiers.breaker import Breaker
-from nixl_offload.tiers.calls import CallThreads
 from nixl_offload.tiers.shared.eviction import Eviction
 from nixl_offload.tiers.shared.naming import manifest_name, witness_shard
 from nixl_offload.tiers.shared.presence import MAX_KEYS, Presence

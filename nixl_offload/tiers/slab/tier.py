@@ -12,11 +12,11 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
+from nixl_offload.calls import CallThreads
 from nixl_offload.config import SlabConfig
 from nixl_offload.hardware.machine import machine_token
 from nixl_offload.index import DurableIndex, State
 from nixl_offload.tiers.base import TierContext
-from nixl_offload.tiers.calls import CallThreads
 from nixl_offload.tiers.ownership import warn_of_others
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.file import SlabPlace
