@@ -33,9 +33,7 @@ JOB_TIMEOUT_S = 60.0
 
 def layout_of(layers: Sequence[torch.Tensor], blocks_per_chunk: int) -> KVLayout:
     """Return the layout of a KV cache with one group and a tensor of shape (blocks, page bytes) for each layer."""
-    specs = [
-        RegionSpec(n, pages.data_ptr(), len(pages), pages.shape[1], pages.shape[1]) for n, pages in enumerate(layers)
-    ]
+    specs = [RegionSpec(pages.data_ptr(), len(pages), pages.shape[1], pages.shape[1]) for pages in layers]
     group = GroupLayout.of_pages((n, pages.shape[1]) for n, pages in enumerate(layers))
     return KVLayout(tuple(specs), (group,), blocks_per_chunk)
 

@@ -28,8 +28,6 @@ Int64Array = npt.NDArray[np.int64]
 class RegionSpec:
     """One KV tensor: ``num_blocks`` pages of ``page_bytes``, ``stride_bytes`` apart, the first at ``base_address``."""
 
-    region: int
-    """The caller's name for the memory; not interpreted here."""
     base_address: int
     num_blocks: int
     stride_bytes: int
@@ -169,20 +167,9 @@ class KVLayout:
                     f"{tensor_index}, which have {page_bytes}"
                 )
 
-    def group(self, position: int) -> GroupLayout:
-        """Return a group by its position. Raises LayoutError when there is none."""
-        if not 0 <= position < len(self.groups):
-            raise LayoutError(f"group {position} of {len(self.groups)}")
-        return self.groups[position]
-
-    @property
-    def empty_groups(self) -> frozenset[int]:
-        """Positions of the groups without a layer on this worker."""
-        return frozenset(position for position, group in enumerate(self.groups) if not group.refs)
-
     def slot_bytes(self, position: int) -> int:
         """Return the bytes of one shard of the group on the medium, header and padding included; 0 if it has none."""
-        block_bytes = self.group(position).block_bytes
+        block_bytes = self.groups[position].block_bytes
         return format_slot_bytes(self.blocks_per_chunk, block_bytes) if block_bytes else 0
 
     def is_group_direct_capable(self, position: int, alignment_bytes: int) -> bool:
@@ -191,7 +178,7 @@ class KVLayout:
             (self.tensors[tensor].base_address | self.tensors[tensor].stride_bytes | page_offset | length)
             % alignment_bytes
             == 0
-            for tensor, page_offset, length in self.group(position).refs
+            for tensor, page_offset, length in self.groups[position].refs
         )
 
 
@@ -265,7 +252,7 @@ def job_extents(layout: KVLayout, chunks: Sequence[ChunkBlocks]) -> tuple[Int64A
     Neighbours in one chunk that touch both in memory and in the payload are joined. Raises LayoutError for ids outside
     the tensors or blocks outside the chunk.
     """
-    group = layout.group(chunks[0].group)
+    group = layout.groups[chunks[0].group]
     tensors = [layout.tensors[run.tensor_index] for run in group.refs]
     sizes = np.array([len(chunk.block_ids) for chunk in chunks], dtype=np.int64)
     firsts = np.array([chunk.first_block for chunk in chunks], dtype=np.int64)

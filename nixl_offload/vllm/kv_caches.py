@@ -107,13 +107,12 @@ def regions_of(kv_caches: CanonicalKVCaches) -> tuple[RegionSpec, ...]:
     """Describe the tensors of vLLM's canonical KV caches."""
     return tuple(
         RegionSpec(
-            region=number,
             base_address=item.tensor.data_ptr(),
             num_blocks=item.tensor.shape[0],
             stride_bytes=item.tensor.stride(0) * item.tensor.element_size(),
             page_bytes=item.page_size_bytes,
         )
-        for number, item in enumerate(kv_caches.tensors)
+        for item in kv_caches.tensors
     )
 
 

@@ -270,7 +270,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._tensors = tensors
         self._shards = shards
         self.layout = shards.layout
-        self._has_layers = len(self.layout.empty_groups) < len(self.layout.groups)
+        self._has_layers = any(group.refs for group in self.layout.groups)
         """Whether this rank has layers. If not, it needs neither memory nor storage."""
         self._host: HostSlab | None = None
         plans: list[str | None] = []

@@ -156,11 +156,8 @@ def _area(size_bytes: int, device: torch.device | None) -> torch.Tensor:
 
 
 def layout_of(shape: Shape, tensors: Sequence[torch.Tensor]) -> KVLayout:
-    regions = tuple(
-        RegionSpec(index, tensor.data_ptr(), NUM_BLOCKS, tensor.stride(0), tensor.shape[1])
-        for index, tensor in enumerate(tensors)
-    )
-    return KVLayout(regions, shape.groups, CHUNK_BLOCKS)
+    regions = [RegionSpec(tensor.data_ptr(), NUM_BLOCKS, tensor.stride(0), tensor.shape[1]) for tensor in tensors]
+    return KVLayout(tuple(regions), shape.groups, CHUNK_BLOCKS)
 
 
 def kv_cache(shape: Shape, seed: int) -> tuple[list[torch.Tensor], list[Bytes], KVLayout]:

@@ -81,7 +81,7 @@ class RankRig(Chained):
         self.layers = [layer for each_range in ranges for layer in each_range]
         self.kv = torch.zeros((len(self.layers), len(self.heads), NUM_BLOCKS, HEAD_BYTES), dtype=torch.uint8)
         tensors = [page.view(torch.int8) for layer in self.kv for page in layer]
-        specs = [RegionSpec(n, kv.data_ptr(), NUM_BLOCKS, HEAD_BYTES, HEAD_BYTES) for n, kv in enumerate(tensors)]
+        specs = [RegionSpec(kv.data_ptr(), NUM_BLOCKS, HEAD_BYTES, HEAD_BYTES) for kv in tensors]
         groups = tuple(
             GroupLayout.of_pages(
                 (self.layers.index(layer) * len(self.heads) + number * each + head, HEAD_BYTES)

@@ -44,7 +44,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def layout_of(page_bytes: int = 8192) -> KVLayout:
     """Two layers, four blocks a chunk."""
-    tensors = tuple(RegionSpec(at, (1 << 30) + at * 64 * page_bytes, 64, page_bytes, page_bytes) for at in range(2))
+    tensors = tuple(RegionSpec((1 << 30) + at * 64 * page_bytes, 64, page_bytes, page_bytes) for at in range(2))
     return KVLayout(tensors, (GroupLayout.of_pages(((0, page_bytes), (1, page_bytes))),), 4)
 
 

@@ -18,7 +18,7 @@ from nixl_offload.types import Key, Location, Outcome
 
 OK, DROPPED = Outcome.OK, Outcome.DROPPED
 LIMIT_S = 2.0
-LAYOUT = KVLayout((RegionSpec(0, 1 << 20, 64, 4096, 4096),), (GroupLayout.of_pages([(0, 4096)]),), 1)
+LAYOUT = KVLayout((RegionSpec(1 << 20, 64, 4096, 4096),), (GroupLayout.of_pages([(0, 4096)]),), 1)
 
 
 class World:

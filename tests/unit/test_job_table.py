@@ -41,7 +41,7 @@ MEMORY, FILE, BUCKET, GONE = 0, 1, 2, 3
 LOAD_TIMEOUT_S = 1000.0
 BLOCK, SLOT = 4096, 8192
 RELAY_OFFSETS = 10 * SLOT, 11 * SLOT
-LAYOUT = KVLayout((RegionSpec(0, 1 << 20, 64, BLOCK, BLOCK),), (GroupLayout.of_pages([(0, BLOCK)]),) * 2, 1)
+LAYOUT = KVLayout((RegionSpec(1 << 20, 64, BLOCK, BLOCK),), (GroupLayout.of_pages([(0, BLOCK)]),) * 2, 1)
 
 
 class Engine:

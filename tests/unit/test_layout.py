@@ -36,7 +36,7 @@ def chunk_extents(layout: KVLayout, group: int, block_ids: npt.NDArray[np.intege
 def region(
     page_bytes: int, stride_bytes: int | None = None, base_address: int = 0, num_blocks: int = NUM_BLOCKS
 ) -> RegionSpec:
-    return RegionSpec(0, base_address, num_blocks, stride_bytes or page_bytes, page_bytes)
+    return RegionSpec(base_address, num_blocks, stride_bytes or page_bytes, page_bytes)
 
 
 pages = GroupLayout.of_pages
@@ -92,8 +92,8 @@ def naive_extents(layout: KVLayout, chunk: ChunkBlocks) -> list[Row]:
     """The extents of a chunk in plain loops."""
     rows: list[Row] = []
     for position, block_id in enumerate(chunk.block_ids.tolist()):
-        payload = (chunk.first_block + position) * layout.group(chunk.group).block_bytes
-        for tensor, page_offset, length in layout.group(chunk.group).refs:
+        payload = (chunk.first_block + position) * layout.groups[chunk.group].block_bytes
+        for tensor, page_offset, length in layout.groups[chunk.group].refs:
             memory = block_id * layout.tensors[tensor].stride_bytes + page_offset
             last_tensor, last_memory, last_payload, last_length = rows[-1] if rows else (-1, 0, 0, 0)
             if (last_tensor, last_memory + last_length, last_payload + last_length) == (tensor, memory, payload):
@@ -140,20 +140,19 @@ def test_extents_are_those_of_the_model(
 
 
 @pytest.mark.parametrize(
-    ("group", "block_ids", "first_block", "words"),
+    ("block_ids", "first_block", "words"),
     [
-        (0, [0, NUM_BLOCKS], 0, "block ids 0 to 40 of a KV cache of 40 blocks"),
-        (0, [-1, 3], 0, "block ids -1 to 3"),
-        (0, [1, 2], 3, "blocks 3 to 5 of a chunk of 4"),
-        (0, [1, 2], -1, "blocks -1 to 1"),
-        (0, [], 0, "blocks 0 to 0"),
-        (2, [1], 0, "group 2 of 2"),
+        ([0, NUM_BLOCKS], 0, "block ids 0 to 40 of a KV cache of 40 blocks"),
+        ([-1, 3], 0, "block ids -1 to 3"),
+        ([1, 2], 3, "blocks 3 to 5 of a chunk of 4"),
+        ([1, 2], -1, "blocks -1 to 1"),
+        ([], 0, "blocks 0 to 0"),
     ],
 )
-def test_blocks_that_do_not_exist_are_refused(group: int, block_ids: list[int], first_block: int, words: str) -> None:
+def test_blocks_that_do_not_exist_are_refused(block_ids: list[int], first_block: int, words: str) -> None:
     layout = KVLayout((region(96),), (pages([(0, 96)]),) * 2, 4)
     with pytest.raises(LayoutError, match=words):
-        chunk_extents(layout, group, np.array(block_ids, dtype=np.int32), first_block)
+        chunk_extents(layout, 0, np.array(block_ids, dtype=np.int32), first_block)
 
 
 @pytest.mark.parametrize(
@@ -193,13 +192,12 @@ def test_direct_needs_every_address_and_length_aligned(
 def test_a_group_without_layers_takes_nothing_and_has_no_blocks() -> None:
     """As on a pipeline stage that has no layer of it; another stage may have no KV tensor at all."""
     layout = KVLayout((region(8),), (GroupLayout(()), pages([(0, 8)])), 4)
-    assert layout.empty_groups == {0}
     assert (layout.groups[0].block_bytes, layout.slot_bytes(0)) == (0, 0)
     assert layout.slot_bytes(1) == slot_bytes(4, 8)
     assert len(chunk_extents(layout, 1, np.array([1, 2], dtype=np.int32), 0).length) == 1
     with pytest.raises(LayoutError, match="a KV cache of 0 blocks"):
         chunk_extents(layout, 0, np.array([0], dtype=np.int32), 0)
-    assert KVLayout((), (GroupLayout(()),), 4).empty_groups == {0}
+    KVLayout((), (GroupLayout(()),), 4)
 
 
 # From a job's numbers to the blocks of each chunk.

@@ -97,7 +97,7 @@ def test_staging_keeps_to_what_the_device_can_spare(
 ) -> None:
     """A quarter of the free, unclaimed memory, for two tiers. If two chunks do not fit, host memory is used."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_bytes, 80 * GIB))
-    layout = KVLayout((RegionSpec(0, GIB, 64, 8192, 8192),), (GroupLayout.of_pages([(0, 8192)]),), 4)
+    layout = KVLayout((RegionSpec(GIB, 64, 8192, 8192),), (GroupLayout.of_pages([(0, 8192)]),), 4)
     device = Device(torch.device("cuda"), MemoryKind.VRAM)
     options = {"packers": packers, "sharers": 2, "layout": layout}
     side, share_bytes = share_staging(side, wanted, device, claimed, **options)
