@@ -42,14 +42,11 @@ def set_up(
         parser.add_argument("--json", action="store_true", help=json)
 
 
-def add_selection(parser: ArgumentParser, *, tenant: bool) -> None:
-    """Add ``--tier`` and ``--namespace``, and ``--tenant`` if ``tenant``."""
+def add_selection(parser: ArgumentParser) -> None:
+    """Add ``--tier``, ``--namespace`` and ``--tenant``."""
     parser.add_argument("--tier", choices=("slab", "shared_dir", "s3"), help="only this tier of CONFIG")
     parser.add_argument("--namespace", metavar="NAME", help="only this namespace, 32 hex digits as ls prints them")
-    if tenant:
-        parser.add_argument("--tenant", help="only the namespaces of this tenant")
-    else:
-        parser.set_defaults(tenant=None)
+    parser.add_argument("--tenant", help="only the namespaces of this tenant")
 
 
 def selected(inspector: Inspector, arguments: Namespace) -> Iterator[NamespaceInfo]:

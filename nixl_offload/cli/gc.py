@@ -74,7 +74,7 @@ shared directory from its last use.
 def add_gc(parser: ArgumentParser) -> None:
     """Add the arguments of ``gc`` to ``parser``."""
     set_up(parser, run, _DESCRIPTION)
-    add_selection(parser, tenant=True)
+    add_selection(parser)
     size, age = "leave at most so much, such as 20TiB; default: the capacity", "delete what is older, such as 7d"
     parser.add_argument("--max-size", metavar="SIZE", type=argument(read_size), help=size)
     parser.add_argument(

@@ -50,7 +50,7 @@ _MEMORY_NOTE: Final = (
 def add_ls(parser: ArgumentParser) -> None:
     """Add the arguments of ``ls`` to ``parser``."""
     set_up(parser, run, _DESCRIPTION, json="print JSON; with --keys a line per chunk")
-    add_selection(parser, tenant=True)
+    add_selection(parser)
     parser.add_argument("--keys", action="store_true", help="list chunks")
     parser.add_argument("--diff", metavar=("A", "B"), nargs=2, help="show the fields in which two namespaces differ")
 

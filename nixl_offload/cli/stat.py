@@ -36,7 +36,7 @@ def add_stat(parser: ArgumentParser) -> None:
     """Add the arguments of ``stat`` to ``parser``."""
     set_up(parser, run, _DESCRIPTION)
     parser.add_argument("key", metavar="KEY", help="key in hex, or its first digits")
-    add_selection(parser, tenant=False)
+    add_selection(parser)
 
 
 def run(arguments: Namespace) -> int:

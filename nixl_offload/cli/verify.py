@@ -72,7 +72,7 @@ _VERDICT_WORDS: Final[dict[Verdict, str]] = {
 def add_verify(parser: ArgumentParser) -> None:
     """Add the arguments of ``verify`` to ``parser``."""
     set_up(parser, run, _DESCRIPTION, json="print JSON lines")
-    add_selection(parser, tenant=False)
+    add_selection(parser)
     how = "read no faster, such as 200MiB/s"
     parser.add_argument("--rate", metavar="SIZE/s", type=argument(_read_rate), help=how)
 
@@ -108,10 +108,6 @@ def run(arguments: Namespace) -> int:
     if not failed and report_nothing_found(arguments, [name for each in runs for name in each.namespaces]):
         return 1
     return 1 if failed or any(each.is_bad for each in runs) else 0
-
-
-class StoppedError(NixlOffloadError):
-    """The run was interrupted, so there is no verdict."""
 
 
 class ChunkVerdict(NamedTuple):
@@ -187,7 +183,7 @@ class TierRun:
     # On the pool's threads.
 
     def _judge(self, namespace: NamespaceInfo, chunk: ChunkInfo) -> ChunkVerdict:
-        """Check a chunk. Raises StoppedError, StoreError, TierError (the index cannot be read)."""
+        """Check a chunk. Raises NixlOffloadError: interrupted, or the index cannot be read."""
         if not hasattr(self._own, "checker"):
             self._own.checker = ChunkChecker(self._inspector, self._keys, self._read)
         check = self._own.checker.check
@@ -218,7 +214,7 @@ class TierRun:
         return "bad"
 
     def _read(self, shard: ShardInfo, offset: int, memory: memoryview) -> None:
-        """Read, limiting all threads together to ``--rate``. Raises StoppedError, StoreError."""
+        """Read, limiting all threads together to ``--rate``. Raises NixlOffloadError."""
         if self._arguments.rate is not None:
             with self._lock:
                 now_s = time.monotonic()
@@ -226,7 +222,7 @@ class TierRun:
                 self._next_read_s = begin_s + memory.nbytes / self._arguments.rate
             self._stop.wait(begin_s - now_s)
         if self._stop.is_set():
-            raise StoppedError("interrupted")
+            raise NixlOffloadError("interrupted")  # there is no verdict, and nobody waits for one
         self._inspector.read_into(shard, offset, memory)
         with self._lock:
             self._bytes_read += memory.nbytes
