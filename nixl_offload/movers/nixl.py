@@ -137,7 +137,7 @@ class AgentMover(Mover):
         self._errors: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError)
         """What NIXL raises. Its own exceptions are added when it is imported."""
         self._registered: dict[MemoryId | FileId, contextlib.ExitStack] = {}
-        """What undoes each registration."""
+        """Undo each registration, and keep the agent until then."""
         keep_in_children(self)  # agents do not survive a fork, and handles that are collected release themselves
 
     def connect(self) -> None:
@@ -205,25 +205,15 @@ class AgentMover(Mover):
 
     def _unregister(self, memory: MemoryId, region: MemoryRegion) -> None:
         with LIBRARIES:
-            self._deregister(memory)
+            self._registered.pop(memory).close()
 
     def _unregister_file(self, file: FileId, entry: FileEntry) -> None:
-        self._deregister(file)
-
-    def _deregister(self, handle: MemoryId | FileId) -> None:
-        self._registered.pop(handle).close()
-        if self._closed:
-            self._forget_if_unused()
+        self._registered.pop(file).close()
 
     def _release_all(self) -> None:
         super()._release_all()
-        self._forget_if_unused()
-
-    def _forget_if_unused(self) -> None:
-        """End the agent, or leave that to the release of the last memory that is still registered."""
-        if not self._registered:
-            with LIBRARIES:
-                self._agent = None
+        with LIBRARIES:
+            self._agent = None  # it ends with the last registration, which another mover of cuFile may need
 
     # Transfers
 
@@ -309,7 +299,7 @@ class NixlMover(AgentMover):
     def _unregister(self, memory: MemoryId, region: MemoryRegion) -> None:
         if self._is_cufile and region.kind is MemoryKind.VRAM:
             with LIBRARIES:
-                remove_holder(region, lambda: self._deregister(memory))
+                remove_holder(region, self._registered.pop(memory).close)
         else:
             super()._unregister(memory, region)
 
