@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import PurePath
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from nixl_offload.identity.namespace import Setting
 from nixl_offload.identity.weights import PIECE_BYTES, digest_of_file
@@ -45,12 +45,11 @@ DigestFile = Callable[[str], str]
 """Returns the digest of a file's content, by its path."""
 
 
-@dataclass(slots=True)
-class Settings:
+class Settings(NamedTuple):
     """The settings that were found."""
 
-    values: dict[str, Setting] = field(default_factory=dict)
-    incomparable: list[str] = field(default_factory=list)
+    values: dict[str, Setting]
+    incomparable: list[str]
     """Paths whose values mean nothing in another process. If any, nothing is shared, or found after a restart."""
 
 
@@ -62,11 +61,8 @@ def collect(
     ``excused``: by class, the fields to leave out. Those of a base class hold for derived classes; those of
     ``PretrainedConfig`` for all objects with ``to_dict``. ``digest_file``: as for ``text_setting``.
     """
-    settings = Settings()
-    walk = _Walk(excused, settings.incomparable, digest_file)
-    for path, leaf in walk.leaves(value, ""):
-        settings.values[path] = leaf
-    return settings
+    walk = _Walk(excused, digest_file)
+    return Settings(dict(walk.leaves(value, "")), walk.incomparable)
 
 
 def digest_of(text: str) -> str:
@@ -85,8 +81,8 @@ def plain_text(name: str, text: str) -> str:
 @dataclass(slots=True)
 class _Walk:
     excused: Mapping[str, Mapping[str, str]]
-    incomparable: list[str]
     digest_file: DigestFile
+    incomparable: list[str] = field(default_factory=list)
     inside: list[int] = field(default_factory=list)
     """Identities of the objects that are being walked, outermost first."""
     done: dict[int, tuple[object, str]] = field(default_factory=dict)

@@ -57,11 +57,6 @@ class Hint(BaseModel):
     store: bool = True
     """Whether to store what the request itself computes."""
 
-    @property
-    def names(self) -> list[str]:
-        """The wishes in it, by their names in metrics."""
-        return ["prefetch"] * self.prefetch + ["store"] * (not self.store)
-
 
 def hint_of(params: Any) -> Hint | None:
     """Return the hint in a request's ``kv_transfer_params``; None: there is none. Ignores fields of other connectors.
@@ -114,7 +109,7 @@ class Hints:
         if tokens and (len(self._prompts) >= MAX_PROMPTS or waiting_tokens + tokens > MAX_WAITING_TOKENS):
             self._count("any", "refused")
             return
-        for name in hint.names:
+        for name in ["prefetch"] * hint.prefetch + ["store"] * (not hint.store):
             self._count(name, "taken")
         allowed = self._manager.allowed_tiers(state.req_context)
         if hint.token_ids is not None and tokens:
