@@ -38,9 +38,7 @@ def block_checksums(payload: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
 def payload_checksums(
     payloads: Sequence[npt.NDArray[np.uint8]], between: Callable[[], object] | None = None
 ) -> list[npt.NDArray[np.uint64]]:
-    """Return ``block_checksums`` of many payloads. ``between`` is called after each payload, because small rows hold
-    the GIL for some 100 µs per MiB.
-    """
+    """Return ``block_checksums`` of each payload. ``between`` follows each: small rows hold the GIL 100 µs per MiB."""
     sums = []
     for payload in payloads:
         sums.append(block_checksums(payload))

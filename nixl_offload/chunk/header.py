@@ -181,8 +181,7 @@ def lacks_checksums(page: npt.NDArray[np.uint8]) -> bool:
 def add_checksums(page: npt.NDArray[np.uint8], sums: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
     """Return a copy of a page that lacks checksums, with ``sums`` filled in as ``encode_headers`` does.
 
-    ``sums``: one for each block from the first valid one on. Raises LayoutError if their number is wrong, or the page
-    has checksums already.
+    ``sums``: one for each block from the first valid one on. Raises LayoutError if not, or if the page has sums.
     """
     whole = bytearray(page.tobytes())
     (blocks,), (first,) = _U16.unpack_from(whole, _BLOCKS_AT), _U16.unpack_from(whole, _FIRST_AT)
@@ -200,8 +199,7 @@ def check_headers(
 ) -> HeaderRows:
     """Check header pages, contiguous, of shape ``(HEADER_BYTES,)``. A bad one gives an error.
 
-    Reasons are those of ``decode_header``, and ``namespace``, ``key``, ``blocks`` or ``length`` if a page is whole but
-    belongs to another shard.
+    Reasons are those of ``decode_header``; of another shard's page ``namespace``, ``key``, ``blocks``, ``length``.
     """
     with_sums, without, sizes = _common(expect.namespace, expect.group, expect.blocks, expect.block_bytes)
     befores = (with_sums, without) if may_lack_checksums else (with_sums,)

@@ -93,8 +93,7 @@ class HeadPages:
 def shard_groups(layers: Sequence[HeadPages], shards: int) -> tuple[GroupLayout, ...]:
     """Return the layout of each of a rank's ``shards`` of a group, in the order of their heads.
 
-    ``layers``: the rank's layers of the group, in the model's order. Raises LayoutError when a layer's heads cannot be
-    divided evenly.
+    ``layers``: the rank's layers of the group, in the model's order. Raises LayoutError if heads do not divide evenly.
     """
     for layer in layers:
         if layer.heads % shards:
@@ -192,8 +191,7 @@ def split_job(
     blocks_per_chunk: int,
     require_full_tail: bool = False,
 ) -> list[ChunkBlocks]:
-    """Assign the blocks of a job to its keys, as vLLM's ``GPULoadStoreSpec`` orders them: one entry per key, in the
-    job's order.
+    """Assign a job's blocks to its keys, as vLLM's ``GPULoadStoreSpec`` orders them: an entry per key, in their order.
 
     Within a group the blocks fill the chunks in order. The first block lies at position ``block_indices %
     blocks_per_chunk`` of the first chunk.

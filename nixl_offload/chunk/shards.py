@@ -68,9 +68,7 @@ class GroupShards:
 
 @dataclass(frozen=True, slots=True)
 class LayerCut:
-    """How the layers of a model are cut into ranges, and which ranges each pipeline stage of an engine holds. The
-    default is one range and one stage.
-    """
+    """How the layers of a model are cut into ranges, and which of them each pipeline stage holds. Default: one each."""
 
     begins: tuple[int, ...] = (0,)
     """The first layer of each range."""

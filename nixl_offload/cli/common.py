@@ -77,9 +77,7 @@ def keys_of(config: Config) -> ChunkKeys | None:
 
 
 def stored_tiers(config: Config, arguments: Namespace) -> list[StoredConfig]:
-    """Return the selected tiers that outlive a server. Raises ConfigError if there is none, or ``--namespace`` is not
-    32 hex digits.
-    """
+    """Return the selected tiers that outlive a server. Raises ConfigError if none is, or ``--namespace`` is wrong."""
     if arguments.namespace is not None and not re.fullmatch("[0-9a-f]{32}", arguments.namespace):
         said = f"--namespace: {arguments.namespace!r} is not one; allowed: 32 hex digits, as ls prints them"
         raise ConfigError(said)

@@ -262,8 +262,7 @@ class Collection:
     def delete(self, plan: Plan) -> None:
         """Delete by ``plan`` from a new listing. Does not raise StoreError.
 
-        Failures are recorded and the rest goes on; after three in a row it gives up. After an interruption it waits for
-        its unfinished requests.
+        Failures are recorded and the rest goes on, until three in a row. An interruption waits for unfinished requests.
         """
         try:
             for found in self.namespaces:

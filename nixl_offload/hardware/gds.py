@@ -1,9 +1,8 @@
 """Finds out whether GPUDirect Storage is real for a directory, or cuFile copies through host memory, and why.
 
 Judges ext4 and xfs on a local NVMe drive. Other setups that cuFile serves are "not certain". Sources: docs/gds.md.
-Threading: safe anywhere. Functions read ``/proc``, ``/sys``, ``/dev`` and cufile.json; only ``gds_report`` writes, a
-scratch page that it removes. They load no NVIDIA library, start no process and raise nothing. ``root`` replaces ``/``
-in tests.
+Threading: safe anywhere. Functions read ``/proc``, ``/sys``, ``/dev`` and cufile.json (tests: below ``root``); only
+``gds_report`` writes, a scratch page that it removes. They load no NVIDIA library, start no process, raise nothing.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ A field or variable is harmless if one of these holds:
   operations and types are the same, only rounding differs;
 - the namespace already has it in another form.
 
-Threading: constants. Class names are vLLM's; fields listed for a base class also apply to its subclasses. Variables are
-those of ``vllm.envs``.
+Threading: constants. Classes are vLLM's; fields of a base class also apply to its subclasses. Variables: ``vllm.envs``.
 """
 
 from __future__ import annotations

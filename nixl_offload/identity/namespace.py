@@ -1,5 +1,4 @@
-"""The fingerprint of everything that makes stored bytes interchangeable. Two engines that differ in any field never see
-each other's chunks.
+"""The fingerprint of all that makes stored bytes interchangeable. Engines that differ in any field share no chunks.
 
 Threading: immutable values and pure functions, safe anywhere.
 """
@@ -92,9 +91,7 @@ class NamespaceFields:
     shard_order: _Text = SHARD_ORDER
     """Order of the bytes in a shard. If chunks are not cut: that of a rank's memory, such as ``LBHNC``."""
     settings: Mapping[_Text, bool | int | Annotated[float, Field(allow_inf_nan=False)] | _AnyText | None]
-    """All other settings of the engine that are not known to be harmless, by path; among them parallel sizes, if chunks
-    are not cut.
-    """
+    """All other settings not known to be harmless, by path; among them parallel sizes, if chunks are not cut."""
     format_version: _Number = FORMAT_VERSION
 
 

@@ -3,8 +3,7 @@
 Equal configurations give equal settings in every process, and different ones give different settings. A value that
 cannot be compared between processes is replaced by a random one: that costs a cold cache, not a wrong answer.
 
-Threading: pure functions, except that they read the files and directories that a setting names: these count by their
-content.
+Threading: pure functions, but they read the files and directories that a setting names: these count by content.
 """
 
 from __future__ import annotations
@@ -197,8 +196,7 @@ def text_setting(path: str, text: str, digest_file: DigestFile = digest_of_file)
     """Return the setting for a text. If it names a file or a directory, that is a digest of the content, which may be
     different tomorrow; else the result of ``plain_text``.
 
-    ``digest_file`` is called for a directory or a large file. It raises NamespaceError if that cannot be read to its
-    end, or changes meanwhile.
+    ``digest_file`` is called for a directory or a large file. It raises NamespaceError if one is unreadable or changes.
     """
     names_path = os.sep in text or path.endswith(("_path", "_file", "_dir"))
     if names_path and os.path.isdir(text):

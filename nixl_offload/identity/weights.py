@@ -10,8 +10,7 @@ All subdirectories are read, and links are followed, for some models have weight
 ``np/``; a pattern of the sharded_state loader may name any directory, and remote code comes in packages.
 
 Threading: functions over the filesystem, safe anywhere. ``digest_files`` waits for daemon threads, which hold the
-interpreter for microseconds, twice in every 8 MiB. Files are read through the page cache, where a loader has just left
-them.
+interpreter for microseconds, twice in every 8 MiB. Files are read through the page cache, where a loader has left them.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ and advances it (``_advance``).
 Threading: one thread drives a mover, the engine's pump; the mover may have threads of its own. Neither threads nor NIXL
 survive a fork, so ``close`` does nothing in a forked child.
 Ownership: between ``submit`` and a final ``poll`` the memory of a transfer belongs to the mover. A final state means
-that nothing will touch that memory any more. If a mover cannot promise this for a failed transfer, it sets
-``quarantine``.
+that nothing will touch that memory any more. If a mover cannot promise this of a failure, it sets ``quarantine``.
 """
 
 from __future__ import annotations
@@ -154,8 +153,7 @@ class Mover:
     """Moves bytes between registered memory and either opened files or objects.
 
     Errors: ``submit`` raises ``MoverError`` if nothing was started (bad ids, extents outside a region, limits). Later
-    failures appear only in ``Transfer.state``; ``poll`` never raises. Ids count up and never repeat, so a stale id is
-    refused.
+    failures appear only in ``Transfer.state``; ``poll`` never raises. Ids never repeat, so a stale id is refused.
     """
 
     transfer_type: ClassVar[type[TrackedTransfer]] = TrackedTransfer
@@ -199,8 +197,7 @@ class Mover:
         """Register ``[0, length_bytes)`` of an opened regular file. No I/O, not even metadata.
 
         ``fd``: open for reading, and for writing if WRITEs follow. ``direct``: whether it has O_DIRECT. ``path``: for
-        messages. The mover owns the descriptor from here on, and closes it if this raises. Raises MoverError; an object
-        mover always does.
+        messages. The mover owns ``fd`` from here on, even if this raises. Raises MoverError; an object mover always.
         """
         try:
             if self.limits.whole_writes:
@@ -413,8 +410,7 @@ def move(mover: Mover, submit: Callable[[], Transfer], limit_s: float) -> float:
 def open_file(mover: Mover, path: str, length_bytes: int, *, direct_io: bool, filesystem: Filesystem = REAL) -> FileId:
     """Open an existing regular file for reading and writing, and register ``[0, length_bytes)`` with ``mover``.
 
-    Never creates or truncates. If the filesystem refuses O_DIRECT, I/O is buffered, with one line in the log. Raises
-    MoverError.
+    Never creates or truncates. If the filesystem refuses O_DIRECT, I/O is buffered; the log says so. Raises MoverError.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
     direct = direct_io

@@ -244,9 +244,7 @@ class AgentMover(Mover):
             return None
 
     def _check(self, transfer: NixlTransfer) -> str:
-        """Return the state of a transfer: PROC, DONE or why it failed; then nothing of it is in flight. POSIX moves
-        bytes only in here, 64 I/Os a call.
-        """
+        """Return PROC, DONE or why it failed, with nothing in flight. POSIX moves bytes only here, 64 I/Os a call."""
         try:
             return str(self._call("failed or came short", self._agent.check_xfer_state, transfer.handle))
         except MoverError as error:

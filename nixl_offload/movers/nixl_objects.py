@@ -2,8 +2,7 @@
 
 The plugin takes few transfers at once and cannot tell that an object is absent. It repeats writes, but not reads: it
 reads into the caller's memory, and a second answer would land after the first (docs/decisions/0008-object-movers.md).
-So transfers above a limit wait here. A failed read is repeated, unless a store says that the object is absent, or does
-not answer either.
+So transfers above a limit wait here. A failed read is repeated, unless a store has no such object or does not answer.
 
 Threading: driven by one thread. From the first failed read until ``close``, a few daemon threads ask the store.
 Ownership: it owns the store. A handle in flight is never released: see ``movers.nixl``.

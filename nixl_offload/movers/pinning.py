@@ -41,8 +41,7 @@ class _CufileError(ctypes.Structure):
 def pinning_limit(name: str, size_bytes: int, registered_bytes: int = 0, *, root: str = "/") -> None:
     """Raise MoverError if cuFile's settings forbid ``size_bytes`` more of device memory, saying what to change.
 
-    ``name``: begins the message. ``registered_bytes``: already registered. In compatibility mode nothing is pinned, so
-    there is no limit.
+    ``name``: begins the message. ``registered_bytes``: already registered. Compatibility mode pins nothing.
     """
     if not pins_memory(root):
         return

@@ -181,8 +181,7 @@ def open_object_mover(tier: S3Config, memory_kind: MemoryKind) -> ProbedMover:
     ``auto`` is obj for device memory, if that can really move bytes; else obstore, which costs less processor time
     (docs/decisions/0011-s3-measurements.md). obstore is not tried out: a server that refuses today may take transfers
     later. Logs the choice, and why others were passed over. Takes a few times ``tier.request_timeout_s`` at most.
-    Raises MoverUnavailableError when no mover can run, with reasons and help; NotSupportedError when no client is
-    installed.
+    Raises MoverUnavailableError when no mover can run, with reasons and help; NotSupportedError without a client.
     """
     needs_device = memory_kind is MemoryKind.VRAM and tier.mover == "auto"
     names = ["obj", "obstore"] if needs_device else ["obstore" if tier.mover == "auto" else tier.mover]
@@ -234,9 +233,7 @@ def _probe_object(mover: NixlObjectMover, kind: MemoryKind, timeout_s: float) ->
 def _first_that_works(
     names: Iterable[str], try_out: Callable[[str], tuple[Mover, str]], what: str, refusal: str
 ) -> ProbedMover:
-    """Return the first mover that ``try_out`` makes, and log why. Raises MoverUnavailableError: ``refusal`` and
-    the reasons.
-    """
+    """Return the first mover that ``try_out`` makes, and log why. Raises MoverUnavailableError, with all reasons."""
     report: list[Probe] = []
     for name in names:
         try:

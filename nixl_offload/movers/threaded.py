@@ -52,8 +52,7 @@ class ThreadedTransfer(TrackedTransfer):
 class ThreadedMover(Mover):
     """Moves rows by ``_move``. At most ``threads`` calls run at once; the rest waits, reads before writes.
 
-    The memory of a failed transfer is free. Only ``close`` sets ``quarantine``, for calls that do not end within
-    ``close_timeout_s``.
+    The memory of a failed transfer is free. ``close`` sets ``quarantine`` for calls that outlive ``close_timeout_s``.
     """
 
     transfer_type = ThreadedTransfer

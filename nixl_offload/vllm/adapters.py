@@ -1,8 +1,7 @@
 """LoRA adapters by their content: which bytes each rank has loaded under a name, and whose KV a request may share.
 
 vLLM's block hashes hold the name and the path of an adapter. On another server, or a minute later, both may stand for
-other bytes. So each rank digests an adapter when it loads it, and the keys of a request with an adapter hold the
-digests of all ranks.
+other bytes. So each rank digests an adapter when it loads it, and keys of its requests hold all ranks' digests.
 
 Threading: ``LoadedAdapters`` on a rank's main thread, ``AdapterTable`` on the scheduler's.
 """

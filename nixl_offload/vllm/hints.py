@@ -1,5 +1,4 @@
-"""Hints: a router's wishes in a request's ``kv_transfer_params``, and how they are carried out. docs/hints.md is for
-users.
+"""Carries out hints: a router's wishes in a request's ``kv_transfer_params``. docs/hints.md is for users.
 
 Threading: the scheduler's thread. Each step hashes a limited number of blocks, so that no step waits.
 Failure: a hint never raises. A bad one is counted, and the first of its kind is logged.

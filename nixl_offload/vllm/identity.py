@@ -1,5 +1,4 @@
-"""Makes the namespace from vLLM's final configuration and the ranks' geometries; and says when vLLM's keys are
-worthless.
+"""Makes the namespace from vLLM's final configuration and the ranks' geometries. Says when vLLM's keys are worthless.
 
 Threading: pure functions. ``ServingTiers`` makes the namespace on a thread of its own, which reads models' and
 settings' files. Functions that read no files run on the scheduler's thread.
@@ -153,8 +152,7 @@ def build_namespace(
     """Return the fingerprint of everything that makes bytes interchangeable between two engines.
 
     ``ranks``: the geometry of each, in order. ``read`` is called for models, and for directories and large files that
-    settings name. Raises what ``read`` raises, and NamespaceError; also if the ranks do not agree on the shards: none
-    would find another rank's.
+    settings name. Raises what ``read`` raises, and NamespaceError; also if the ranks do not agree on the shards.
     """
     plan, digests = ranks[0].plan, tuple(rank.digest for rank in ranks)
     if any(rank.plan != plan for rank in ranks):

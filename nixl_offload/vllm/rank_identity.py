@@ -1,5 +1,4 @@
-"""Digests of a rank's KV caches, weights and adapters in memory; and the sources of its weights beside a model's own
-files.
+"""Digests of a rank's KV caches, weights and adapters in memory, and sources of its weights beside a model's files.
 
 The namespace holds this for all ranks, so engines that differ in any of it share nothing. Nothing is sampled: any byte
 that changes makes another digest.
@@ -39,9 +38,7 @@ _ADAPTER_DOMAIN: Final = b"nixl-offload loaded adapter 1\0"
 
 
 def sources_of(models: Iterable[torch.nn.Module]) -> tuple[str, ...]:
-    """Return the sources of the weights of ``models`` beside their own files, sorted: directories, Hub ids, and modules
-    whose code may load anything.
-    """
+    """Return sources of weights beside the models' own files, sorted: directories, Hub ids, modules of unknown code."""
     found = set()
     for model in models:
         found |= {str(source.model_or_path) for source in getattr(model, "secondary_weights", ())}
@@ -94,10 +91,9 @@ def layer_facts(layer: Any) -> list[object]:
 
 
 def adapter_digest(adapter: object) -> str:
-    """Return a hex digest of an adapter's plain values and tensors, at any depth, without vLLM's ``id``. The tensors
-    are in host memory.
+    """Return a hex digest of an adapter's plain values and tensors, at any depth, without vLLM's ``id``.
 
-    Raises NamespaceError for a value of an unknown type.
+    The tensors are in host memory. Raises NamespaceError for a value of an unknown type.
     """
     facts = {name: value for name, value in vars(adapter).items() if name != "id"}
     try:
@@ -112,8 +108,7 @@ def weights_digest(models: Iterable[torch.nn.Module]) -> str:
 
     In host memory each is summed with XXH3-128. On a device two sums of every 8 MiB are kept, modulo 2**64: of the
     words, and of the words times fixed pseudo-random numbers. An update of weights changes both. The sums are made at
-    the speed of memory. They do not stop a person who makes two models with one digest on purpose; ``identity.weights``
-    says why that is enough.
+    the speed of memory. They do not stop forgery on purpose; ``identity.weights`` says why that is enough.
     """
     tensors = [
         (f"{number}.{name}", tensor) for number, model in enumerate(models) for name, tensor in _tensors_of(model)
@@ -136,9 +131,7 @@ def weights_digest(models: Iterable[torch.nn.Module]) -> str:
 
 
 def piece_sums(tensor: torch.Tensor, factors: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield sums of a tensor piece by piece, each as a number on the tensor's device. ``factors``: from
-    ``make_factors``, one for each word of a piece.
-    """
+    """Yield sums of a tensor's pieces, on its device. ``factors``: from ``make_factors``, one per word of a piece."""
     for part in torch.split(_content(tensor), len(factors) * 4):
         piece = part.clone() if part.data_ptr() % 4 or part.storage_offset() % 4 else part
         whole = piece.numel() // 4

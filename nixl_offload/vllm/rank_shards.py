@@ -1,14 +1,12 @@
 """Decides whether and how an engine's chunks are cut into shards, and where this rank's shards lie.
 
 All ranks of an engine come to the same result: each sends the others its layers, or why it does not understand them.
-Chunks that are not cut have a shard for each rank.
-The scheduler's half checks that they agree (``identity.build_namespace``).
+Uncut chunks have a shard for each rank. The scheduler's half checks that ranks agree (``identity.build_namespace``).
 
 With pipeline stages vLLM makes the groups of the whole model. A stage has the layers of each group that it runs, in the
 model's order and with the model's layer numbers. So a range of layers is the same on all servers that have it whole.
 Layers are cut at the boundaries of the server's own stages, or as vLLM would cut them for another number of stages.
-Then servers with that many stages share, and servers with one. Layers of a draft model run on the last stage and belong
-to the last range.
+Then servers with that many stages share, and servers with one. A draft's layers belong to the last stage and range.
 
 Threading: called on all ranks by the worker's main thread when vLLM registers the KV caches. Waits for the other ranks.
 vLLM's rule for cutting layers reads VLLM_PP_LAYER_PARTITION.
@@ -59,9 +57,7 @@ class RankShards:
 
     plan: ShardPlan
     digest: str
-    """Hex digest of the layers of the whole model; if chunks are not cut, of this rank's KV caches. Engines with
-    another digest share nothing.
-    """
+    """Hex digest of the model's layers, or of this rank's KV caches if chunks are not cut. Equal ones share."""
     layout: KVLayout
     """With a group for each shard, in the order of ``ShardPlan.shards_of``."""
 

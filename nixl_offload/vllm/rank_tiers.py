@@ -101,9 +101,7 @@ class RankTiers:
         return frozenset(position for position, opening in self._openings.items() if opening.error is not None)
 
     def open(self, places: Mapping[int, Place], number: int) -> None:
-        """Begin to open tiers. A repeated call for a tier does nothing. With a new ``number``, all open tiers are
-        closed first; they must have no jobs.
-        """
+        """Begin to open tiers not opened yet. A new ``number`` first closes all that are, which must have no jobs."""
         if number != self.number:
             self._give_up()
             for position, engine in self._engine.detach_all().items():
@@ -127,8 +125,7 @@ class RankTiers:
     def sleep(self, drain_timeout_s: float) -> None:
         """Drain for at most ``drain_timeout_s``, then release every registration. Idempotent.
 
-        Raises TierError if a transfer, or an opening, does not end and may still touch KV memory. The closed tiers are
-        then opened again.
+        Raises TierError if a transfer or an opening may still touch KV memory. The closed tiers are opened again then.
         """
         if self._sleeps:
             return
@@ -280,10 +277,9 @@ def open_host(
 def open_tier_engine(
     config: Config, position: int, place: Place, memory: RankMemory, rank: int, planned: str | None, table: JobTable
 ) -> TierEngine:
-    """Open this rank's link to a tier, its mover, and the engine that owns both, for jobs in ``table``. ``memory`` must
-    outlive it.
+    """Open this rank's link to a tier, its mover, and the engine that owns both, for jobs in ``table``.
 
-    Raises what prevents the opening. May take as long as storage hangs.
+    ``memory`` must outlive it. Raises what prevents the opening. May take as long as storage hangs.
     """
     tier = config.tiers[position]
     device = memory.device

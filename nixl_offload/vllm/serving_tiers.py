@@ -213,9 +213,7 @@ class ServingTiers:
                 entry.tier.clear()
 
     def close(self, pending: Iterable[tuple[int, Key]]) -> None:
-        """Close the open tiers. Stop opening the rest, and wait for that shortly. ``pending``: position and key of each
-        chunk that was being written.
-        """
+        """Close open tiers; end openings, with a short wait. ``pending``: position and key of chunks being written."""
         self._stops_reading.set()
         ending = [] if self._naming is None else self._naming.close()
         for entry in self._entries:

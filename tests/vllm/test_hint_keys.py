@@ -124,7 +124,6 @@ def test_every_field() -> None:
     raw = {"token_ids": [1, 2], "prefetch": True, "store": False}
     hint = hint_of({"do_remote_decode": True, "nixl_offload": raw})
     assert hint == Hint(token_ids=[1, 2], prefetch=True, store=False)
-    assert hint.names == ["prefetch", "store"]
     assert hint_of({"nixl_offload": {}}) == Hint()
 
 

@@ -1,8 +1,7 @@
 """Checks a tier in a directory for ``nixl-offload check``: rights, filesystem, space, clock, GPUDirect, movers.
 
 Threading: probes of the directory run on a daemon thread with a time limit, because a network filesystem whose server
-is gone blocks for ever. Movers run in the child process. Ownership: each probe removes its scratch files. The tier's
-lock is never taken.
+is gone blocks for ever. Movers run in the child process. Each probe removes its scratch files, and none takes the lock.
 """
 
 from __future__ import annotations
