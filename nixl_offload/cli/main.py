@@ -35,9 +35,6 @@ COMMANDS: Final = {
 }
 """Commands in the order of ``--help``: the module below ``nixl_offload.cli``, and the line in ``--help``. Modules are
 imported only for their own commands, so ``--help`` is quick. Each has a function ``add_<command>``."""
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
 _OUTPUT_REFUSED: Final = (errno.ENOSPC, errno.EDQUOT, errno.EBADF, errno.EIO, errno.EPIPE)
 
 _DESCRIPTION = """\
@@ -79,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(words)
     except NixlOffloadError as error:
-        message, code = str(error), EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+        message, code = str(error), 2 if isinstance(error, ConfigError) else 1
         if "--json" in words:
             with contextlib.suppress(OSError):
                 print(json.dumps({"error": message}), flush=True)
@@ -88,14 +85,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename is not None or error.errno not in _OUTPUT_REFUSED:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at exit
-        message, code = f"the output cannot be written: {os.strerror(error.errno)}", EXIT_FAILED
+        message, code = f"the output cannot be written: {os.strerror(error.errno)}", 1
         if isinstance(error, BrokenPipeError):  # the reader has gone
             return code
     except (KeyboardInterrupt, RuntimeError) as error:
         # A signal while CPython starts a thread may appear as RuntimeError "release unlocked lock".
         if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__context__, KeyboardInterrupt):
             raise
-        message, code = "interrupted", EXIT_INTERRUPTED
+        message, code = "interrupted", 130
     print(f"nixl-offload: {message}", file=sys.stderr)
     return code
 
