@@ -22,7 +22,7 @@ from nixl_offload.types import Outcome
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
 from tests.unit.device_lab import Way, assert_round_trip, open_lab
 from tests.unit.engine_rig import Rig, opened
-from tests.unit.link_rig import ObjectFiles, objects, shards, tree
+from tests.unit.link_rig import object_files, objects, shards, tree
 
 OK, FAILED, CORRUPT = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT
 KEYS = ChunkKeys([os.urandom(32), os.urandom(32)])
@@ -97,14 +97,14 @@ def test_on_a_device_chunks_go_through_host_memory(
 @pytest.fixture
 def chain(tmp_path: Path) -> Iterator[ChainRig]:
     """Memory, a slab without MACs, and objects with MACs."""
-    movers = CopyMover(), ObjectFiles(tmp_path / "bucket")
+    movers = CopyMover(), object_files(tmp_path / "bucket")
     rig = ChainRig(tmp_path, *movers, bucket=objects(), keys=KEYS)
     yield rig
     rig.close()
 
 
 def stored_objects(tmp_path: Path) -> list[bytes]:
-    return [path.read_bytes() for path in sorted((tmp_path / "bucket").iterdir())]
+    return [path.read_bytes() for path in shards(tmp_path / "bucket")]
 
 
 def test_chunks_of_a_slab_without_macs_are_signed_on_their_way(chain: ChainRig, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.types import Location, Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.unit.engine_rig import SHAPES, Rig, kv_cache, opened, until
-from tests.unit.link_rig import ObjectFiles, objects, tree
+from tests.unit.link_rig import object_files, objects, tree
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
 Make = Callable[..., Rig]
@@ -147,7 +147,7 @@ def test_a_batch_that_fails_is_tried_singly(make: Make, shape: str, op: Op, kind
 @pytest.mark.parametrize("kind", ["tree", "objects"])
 def test_files_and_objects_keep_a_transfer_each(make: Make, tmp_path: Path, kind: str) -> None:
     """One that hangs holds up no other chunk of its batch, in either direction."""
-    inner = ObjectFiles(tmp_path / "o") if kind == "objects" else CopyMover()
+    inner = object_files(tmp_path / "o") if kind == "objects" else CopyMover()
     mover = FaultyMover(inner)
     rig = make("per_layer", mover, link=objects() if kind == "objects" else tree(tmp_path / "t"), load_timeout_s=3600.0)
     chunks = [rig.chunk(n, blocks_of(n)) for n in range(6)]
@@ -180,7 +180,7 @@ def test_an_object_that_fails_is_the_only_one_of_its_batch(
     late I/O may still touch it, is lost.
     """
     monkeypatch.setattr(paths, "QUARANTINE_S", 0.05)
-    mover = FaultyMover(ObjectFiles(tmp_path / "o"))
+    mover = FaultyMover(object_files(tmp_path / "o"))
     rig = make("per_layer", mover, link=objects())
     batches, staging = sizes(rig, monkeypatch), rig.engine.paths.link_memory.pools["host"]
     chunks = [rig.chunk(n, blocks_of(n)) for n in range(6)]

@@ -22,7 +22,7 @@ from nixl_offload.types import Location, Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig, blocks_of, chain_rigs, make_host
 from tests.unit.engine_rig import NUM_BLOCKS, SHAPES, Rig, until
-from tests.unit.link_rig import ObjectFiles, objects, tree
+from tests.unit.link_rig import object_files, objects, tree
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
 Make = Callable[..., ChainRig]
@@ -205,7 +205,7 @@ def test_no_staging_is_needed_for_host_slots(make: Make) -> None:
 @pytest.mark.parametrize("kind", ["tree", "objects"])
 def test_files_and_objects_of_their_own(tmp_path: Path, kind: str) -> None:
     """Stored whole, fetched whole. A missing or short one is not promoted, even if the mover does not notice."""
-    mover: Mover = ObjectFiles(tmp_path / "o") if kind == "objects" else CopyMover()
+    mover: Mover = object_files(tmp_path / "o") if kind == "objects" else CopyMover()
     link = objects() if kind == "objects" else tree(tmp_path / "t")
     root = tmp_path / ("o" if kind == "objects" else "t")
     host = make_host(1 << 16)

@@ -30,7 +30,7 @@ from nixl_offload.types import Outcome
 from tests.unit.chain_rig import make_host
 from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, NUM_BLOCKS, SHAPES, Rig
 from tests.unit.forgeries import FORGERIES, PAGE, PROMISED_BYTES, REFUSED, Loot, promising
-from tests.unit.link_rig import NAMESPACE_NAME, ObjectFiles, objects, tree
+from tests.unit.link_rig import NAMESPACE_NAME, object_files, objects, tree
 from tests.unit.stored_rig import BLOCKS, Cli, put_image, stored_namespace
 
 TARGET: Final = 5
@@ -68,7 +68,7 @@ class Servers:
         place.mkdir(exist_ok=True)
         is_tree = self._kind == "shared_dir"
         link = tree(place) if is_tree else objects()
-        mover = CopyMover() if is_tree else ObjectFiles(place)
+        mover = CopyMover() if is_tree else object_files(place)
         rig = Rig(place, self._shape, mover, link=link, keys=keys, seed=number, **options)
         self._places[id(rig)] = place
         return self._stack.enter_context(closing(rig))
@@ -76,7 +76,7 @@ class Servers:
     def file(self, rig: Rig, number: int = TARGET, shard: int = 0) -> Path:
         """Return where a shard is stored."""
         name = shard_name(NAMESPACE_NAME, rig.key(number, self.group), shard)
-        return self._places[id(rig)] / (name if self._kind == "shared_dir" else name.replace("/", "_"))
+        return self._places[id(rig)] / name
 
     def stored(self, rig: Rig, number: int = TARGET, shard: int = 0) -> bytes:
         """Store a chunk; return its shard."""

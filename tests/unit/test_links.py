@@ -25,7 +25,7 @@ from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.hostile import HostileFilesystem
 from tests.unit.engine_rig import CHUNK_BLOCKS, Clock, Rig, rigs, until
-from tests.unit.link_rig import ObjectFiles, drafts, objects, shards, tree
+from tests.unit.link_rig import drafts, object_files, objects, shards, tree
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
 Make = Callable[..., Rig]
@@ -97,7 +97,7 @@ def test_a_read_cut_short_unnoticed_is_found_out(
     The slot holds the wanted chunk itself, with the beginning of another one over it: so its last block is right, and
     where the cut comes after the header its header is.
     """
-    mover = FaultyMover(ObjectFiles(tmp_path / "objects"))
+    mover = FaultyMover(object_files(tmp_path / "objects"))
     rig = make(shape, mover, link=objects(), staging_slots=2, verify=verify)
     source, block_bytes = [1, 2, 3, 4], rig.layout.groups[0].block_bytes
     wanted = rig.bytes_of(source[first:])
@@ -126,7 +126,7 @@ def test_a_bucket_that_fails_is_left_alone_and_tried_again(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, failing: str
 ) -> None:
     """After eight failures in a row no more of the kind go; the other kind goes on; one trial brings it back."""
-    clock, mover = Clock(), FaultyMover(ObjectFiles(tmp_path / "objects"))
+    clock, mover = Clock(), FaultyMover(object_files(tmp_path / "objects"))
     rig = make("per_layer", mover, link=objects(), clock=clock)
     assert rig.store(0, [rig.chunk(n, [1, 2, 3, 4]) for n in range(2)]) == (OK, OK)
     bad, good = (rig.load, rig.store) if failing == "loads" else (rig.store, rig.load)
@@ -155,7 +155,7 @@ def test_a_bucket_that_fails_is_left_alone_and_tried_again(
 
 def test_that_an_object_is_gone_is_an_answer(make: Make, tmp_path: Path) -> None:
     """A bucket that comes back empty is in use again after the first load that finds nothing."""
-    clock, mover = Clock(), FaultyMover(ObjectFiles(tmp_path / "objects"))
+    clock, mover = Clock(), FaultyMover(object_files(tmp_path / "objects"))
     rig = make("per_layer", mover, link=objects(), clock=clock)
     mover.script = [Fault(number, FaultKind.FAIL) for number in range(object_links.FAILURES)]
     assert rig.load(0, [rig.chunk(0, [5, 6, 7, 8])] * object_links.FAILURES) == (FAILED,) * object_links.FAILURES
@@ -168,7 +168,7 @@ def test_that_an_object_is_gone_is_an_answer(make: Make, tmp_path: Path) -> None
 
 def test_no_load_waits_for_room_that_a_hanging_bucket_takes_up(make: Make, tmp_path: Path) -> None:
     """When GETs without answers hold all staging slots, loads fail at once, even if a trial is due."""
-    clock, mover = Clock(), FaultyMover(ObjectFiles(tmp_path / "objects"))
+    clock, mover = Clock(), FaultyMover(object_files(tmp_path / "objects"))
     rig = make("per_layer", mover, link=objects(), clock=clock, staging_slots=8)
     assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
     mover.script = [Fault(0, FaultKind.STUCK, op=Op.READ, every=True)]
