@@ -6,8 +6,9 @@ bytes are moved; the rank's reports are made up. Sides take turns, and the garba
 - **hit**: lookup, allocation, the step's message, and the report that the prompt is loaded
 - **miss**, **store**: lookup and allocation of a new prompt; the step that offers its chunks, and the report of them
 - **write-through**: the steps and reports until the slab has them, too
+- **end**: the steps in which the request that stored and the one that hit end
 - **pickle**: a step's message, as it is sent to ranks in other processes
-- **waiting**: requests with a hit are asked once more while nothing has changed for them
+- **waiting**: a step in which requests with a hit are asked once more, and nothing has changed for them
 """
 
 from __future__ import annotations
@@ -85,10 +86,10 @@ class Side(rigs.Rig):
             self.timed(asked, self.scheduler.update_state_after_alloc, request, blocks, found)
             computed = {} if found else {"tokens": {what: tokens}, "scheduled_new_reqs": [new]}
             self.timed(f"pickle, {what}", pickle.dumps, self.work(what, **computed))
-            request.status = RequestStatus.FINISHED_ABORTED  # computes nothing else
-            self.work("end", finished_req_ids={what})
             while "slab" in self.name and getattr(self.work("write-through"), "moves", ()):
                 pass
+            request.status = RequestStatus.FINISHED_ABORTED  # computes nothing else
+            self.work("end", finished_req_ids={what})
 
     def ask(self, _: int, request: Request, count: int) -> None:
         """Ask ``count`` copies of a request that has a hit and waits for blocks. They come in the first turn."""
@@ -99,7 +100,7 @@ class Side(rigs.Rig):
             self.scheduler.on_new_request(self.waiting[at])
             assert ask(self.waiting[at], 0)[0]
         self.timed("waiting", lambda: [ask(each, 0) for each in self.waiting])
-        self.work("end")
+        self.work("waiting")
 
 
 def turns(sides: list[Side], rounds: int, work: Callable[[Side, int], None], **case: int) -> list[dict[str, Any]]:
@@ -111,7 +112,7 @@ def turns(sides: list[Side], rounds: int, work: Callable[[Side, int], None], **c
             work(side, number)
             for what, spent in side.spent_ms.items() if number else ():
                 ms.setdefault(what, {}).setdefault(side.name, []).append(spent)
-    return [{"what": what, **case, "ms": each} for what, each in ms.items() if what != "end"]
+    return [{"what": what, **case, "ms": each} for what, each in ms.items()]
 
 
 def measure(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
