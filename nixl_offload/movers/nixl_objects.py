@@ -166,6 +166,8 @@ class NixlObjectMover(AgentMover):
         transfer.answer = ""
         self._resting.add(transfer)
         self._askers.start(partial(self._ask, transfer))
+        if not self._askers.keep_up():  # no thread can be started now
+            transfer.answer = "go on"
 
     def _ask(self, transfer: _ObjectTransfer) -> None:
         """Ask the store about the object of a failed read, on a thread."""

@@ -7,17 +7,16 @@ nor the end of the process. A transfer is final when no thread touches its memor
 from __future__ import annotations
 
 import ctypes
-import itertools
 import logging
 import os
-import queue
-import threading
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
+from nixl_offload.calls import CallThreads
 from nixl_offload.errors import MoverError, NixlOffloadError, StoreError
 from nixl_offload.movers.base import FILE_LIMITS, OBJECT_LIMITS, MemoryKind, Mover, MoverLimits, Op, TrackedTransfer
 from nixl_offload.stores.base import Store
@@ -31,8 +30,6 @@ Row = tuple[int, int, int]
 HOST: Final = frozenset({MemoryKind.DRAM})
 _TASK_BYTES: Final = 8 << 20
 """Rows of about this many bytes make one task: large enough to hide Python's cost, small enough for all threads."""
-_LAST: Final = 2
-"""Priority after reads (0) and writes (1): end the thread."""
 _LOOK_S: Final = 0.001
 """Most delay until the end of a transfer is noticed."""
 _AFTER_CLOSE_S: Final = 1.0
@@ -44,7 +41,7 @@ class ThreadedTransfer(TrackedTransfer):
     """A transfer and its remaining tasks."""
 
     tasks_left: int = 0
-    failure: Exception | None = None
+    failure: BaseException | None = None
     stop: bool = False
     """Set when a task fails or the mover is closed: tasks that have not begun are skipped."""
 
@@ -68,15 +65,9 @@ class ThreadedMover(Mover):
     ) -> None:
         super().__init__(name, memory_kinds, limits, close_timeout_s)
         self._threads = threads
-        self._tasks: queue.PriorityQueue[tuple[int, int, ThreadedTransfer | None, Sequence[Row]]] = (
-            queue.PriorityQueue()
-        )
-        """By priority and number."""
-        self._numbers = itertools.count()
-        self._ended: deque[tuple[ThreadedTransfer, Exception | None]] = deque()
+        self._calls = CallThreads(f"nixl-offload-{name}", threads)
+        self._ended: deque[tuple[ThreadedTransfer, BaseException | None]] = deque()
         """Transfers whose task a thread has ended, with the error."""
-        self._tasks_left = 0
-        self._workers: list[threading.Thread] = []
 
     @abstractmethod
     def _move(self, transfer: ThreadedTransfer, rows: Sequence[Row]) -> None:
@@ -95,21 +86,11 @@ class ThreadedMover(Mover):
             tasks[-1].append(row)
             room_bytes -= row[1]
         transfer.tasks_left = len(tasks)
-        self._tasks_left += len(tasks)
-        while len(self._workers) < min(self._threads, self._tasks_left):
-            name = f"nixl-offload-{self.name}-{len(self._workers) + 1}"
-            worker = threading.Thread(target=self._work, name=name, daemon=True)
-            try:
-                worker.start()
-            except RuntimeError as error:  # no thread can be started now
-                if not self._workers:
-                    self._tasks_left -= len(tasks)
-                    self._finish(transfer, f"{self.name}: {error}")
-                    return
-                break
-            self._workers.append(worker)
         for task in tasks:
-            self._tasks.put((int(transfer.op is Op.WRITE), next(self._numbers), transfer, task))
+            self._calls.post(partial(self._work, transfer, task), int(transfer.op is Op.WRITE))
+        if not self._calls.keep_up():
+            transfer.stop = True
+            self._finish(transfer, f"{self.name}: no thread can be started now")
 
     def _advance(self, transfer: ThreadedTransfer) -> None:
         self._collect()
@@ -122,7 +103,6 @@ class ThreadedMover(Mover):
         any_final = False
         while self._ended:
             transfer, error = self._ended.popleft()
-            self._tasks_left -= 1
             transfer.tasks_left -= 1
             transfer.failure = transfer.failure or error
             if transfer.tasks_left or transfer not in self._in_flight:
@@ -136,32 +116,24 @@ class ThreadedMover(Mover):
     def _shut(self) -> None:
         for transfer in self._in_flight.values():
             transfer.stop = True
-        for _ in self._workers:
-            self._tasks.put((_LAST, next(self._numbers), None, ()))
         self._release()
-        self._drain(_AFTER_CLOSE_S)
-        if not self._in_flight:
-            for worker in self._workers:
-                worker.join()
+        self._calls.close(_AFTER_CLOSE_S)
+        self._collect()
 
-    def _work(self) -> None:
-        """Run tasks until told to end, on a thread."""
-        while True:
-            _, _, transfer, rows = self._tasks.get()
-            if transfer is None:
-                return
-            error = None
-            try:
-                if not transfer.stop:
-                    self._move(transfer, rows)
-                if transfer.stop:
-                    raise MoverError("given up before it was done")
-            except Exception as raised:  # noqa: BLE001 - the transfer must end and the thread go on
-                error = raised
-            self._ended.append((transfer, error))
-            transfer.stop |= error is not None
+    def _work(self, transfer: ThreadedTransfer, rows: Sequence[Row], _: float) -> None:
+        """Run a task, on a thread."""
+        error = None
+        try:
+            if not transfer.stop:
+                self._move(transfer, rows)
+            if transfer.stop:
+                raise MoverError("given up before it was done")
+        except BaseException as raised:  # noqa: BLE001 - also a panic in a library: the transfer must end
+            error = raised
+        self._ended.append((transfer, error))
+        transfer.stop |= error is not None
 
-    def _words(self, transfer: ThreadedTransfer, error: Exception) -> str:
+    def _words(self, transfer: ThreadedTransfer, error: BaseException) -> str:
         if isinstance(error, NixlOffloadError):
             return str(error).removeprefix(f"{self.name}: ")
         why = error.strerror if isinstance(error, OSError) else repr(error)

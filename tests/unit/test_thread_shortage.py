@@ -74,7 +74,7 @@ def test_a_copy_that_found_no_thread_never_touches_its_memory(tmp_path: Path, sh
         refused = [page for page, each in enumerate(transfers) if each.state is TransferState.FAILED]
         assert refused or after
         for page in refused:
-            assert "can't start new thread" in str(transfers[page].error)
+            assert "no thread can be started" in str(transfers[page].error)
         shortage(refused=0)
         last = read(3)
         until(lambda: mover.poll(last) is not TransferState.PENDING)
