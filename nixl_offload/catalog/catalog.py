@@ -215,6 +215,8 @@ class Catalog:
                 retry = True
             elif answer is _PENDING and self._may_wait(self._writing_since[position].get(key, now_s), context, now_s):
                 pending = True
+                if position == self.chain.memory:
+                    break  # it is stored, or read from a farther tier, which need not read it twice
         if pending:
             if context.request_id:
                 self._held_since.setdefault(context.request_id, now_s)
@@ -222,12 +224,14 @@ class Catalog:
         return _RETRY if retry else Lookup.MISS
 
     def leading_hits(self, keys: Sequence[Key], allowed: Collection[int] | None = None) -> int:
-        """Return how many of ``keys``, from the first on, can be loaded for sure: slots have them. ``lookup`` says
-        HIT for each; it may do so for the next key, too.
+        """Return how many of ``keys``, from the first on, can be loaded for sure: slots have them, and memory is not
+        about to. ``lookup`` says HIT for each; it may do so for the next key, too.
         """
+        coming = () if self.chain.memory is None else self._writing_since[self.chain.memory]
         slots = [at for at, tier in self._among(allowed) if isinstance(tier, SlotTier)]
         for first in range(0, len(keys), _KEYS_AT_ONCE):
-            found = self.where(keys[first : first + _KEYS_AT_ONCE], slots)
+            piece = keys[first : first + _KEYS_AT_ONCE]
+            found = [None if key in coming else at for key, at in zip(piece, self.where(piece, slots), strict=True)]
             if None in found:
                 return first + found.index(None)
         return len(keys)

@@ -1,10 +1,10 @@
-"""Which chunks go from tier to tier, and when: write-throughs to farther tiers, and prefetches into memory.
+"""Which chunks go from tier to tier, and when: write-throughs to farther tiers, prefetches and fetches into memory.
 
 Threading: the scheduler's thread alone. No I/O, no clock.
 Ownership: none. The pinned source and the WRITING target of a move that has begun belong to its ticket; the source of
 a pending move may be evicted.
 Failure: a pending move whose source is gone, or whose target takes nothing for ``PATIENCE_S``, is dropped and counted.
-A chunk that is offered again, or asked for by another hint, is pending again.
+A chunk that is offered again, or asked for by another hint or request, is pending again.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ MAX_PREFETCHES: Final = 256
 MAX_LOOKED_UP: Final = 256
 """Chunks of prefetches that are looked up in one step: a fraction of a millisecond."""
 MEMORY_SHARE: Final = 0.5
-"""The largest share of memory that one prefetch takes: more would evict its own first chunks."""
-PREFETCH_BACKLOGS: Final = 4
-"""Prefetches under way take at most the backlog divided by this: they share a queue with write-throughs."""
+"""The largest share of memory that one prefetch takes, or all fetches: more would evict its own first chunks."""
 _MAX_LOOKED_AT: Final = 1024
 _TICKETS_PER_BACKLOG: Final = 8
 """A tier's backlog is divided among at least this many tickets, so that one can settle while the rest go on."""
@@ -72,9 +70,8 @@ class _Prefetch:
     since_s: float
     next: int = 0
     taken_bytes: int = 0
-    moves_left: int = 0
-    """How many of its moves are pending or under way."""
-    is_looked_up: bool = False
+    moves_left: int = 1
+    """How many of its moves are pending or under way; one more while it is looked up."""
 
 
 class _Pending(NamedTuple):
@@ -111,6 +108,8 @@ class Moves:
         """By target: when a move succeeded last."""
         self._prefetches: deque[_Prefetch] = deque()
         """Prefetches whose chunks are being looked up."""
+        self.fetches: Final[dict[str, _Prefetch]] = {}
+        """By request without blocks: what is read into memory for it, and what has come."""
         self._numbers = count(1)
 
     @property
@@ -124,9 +123,8 @@ class Moves:
         return tuple(len(pending) for pending in self._pending)
 
     def offer(self, chunks: Iterable[tuple[Key, Sequence[State | None]]], now_s: float) -> None:
-        """Chunks were stored, or offered again: queue each for every farther tier that lacks it.
-
-        With a chunk come its states, by tier. A tier that is evicting it lacks it, too.
+        """Chunks were stored, or offered again: queue each for every farther tier that lacks it. With a chunk come its
+        states, by tier. A tier that is evicting it lacks it, too.
         """
         pending = _Pending(now_s)
         for key, states in chunks:
@@ -146,7 +144,6 @@ class Moves:
         groups: int,
     ) -> None:
         """Begin to read chunks of one group into memory, in their order, from the tiers ``allowed`` (None: any).
-
         ``end_tokens``: where each ends in its prompt. ``is_prefix``: chunks after a missing one are of no use.
         ``groups``: how many groups of the prompt divide the memory of one prefetch.
         """
@@ -157,6 +154,41 @@ class Moves:
             self._end(self._prefetches.popleft(), "overflow")
         name, limit_bytes = f"prefetch-{next(self._numbers)}", memory.capacity_bytes * MEMORY_SHARE / groups
         self._prefetches.append(_Prefetch(name, keys, end_tokens, is_prefix, limit_bytes, allowed, now_s))
+
+    def fetch(self, request_id: str, keys: Sequence[Key], now_s: float, allowed: Collection[int] | None) -> bool:
+        """Begin to read what farther tiers have of a hit into memory. Whether its request is to wait for that."""
+        memory, among = self._tiers[self._memory], range(len(self._tiers)) if allowed is None else allowed
+        if self._memory not in among or not self._options.promote or not isinstance(memory, SlotTier):
+            return False
+        usable = [at for at in among if self._tiers[at].in_use]
+        found = zip(keys, memory.states(keys), self._catalog.where(keys, allowed), strict=True)
+        far = [key for key, state, at in found if at in usable and state is not _READY and state is not _EVICTING]
+        size_bytes = sum(map(self._catalog.slot_bytes, far))
+        taken_bytes = size_bytes + sum(fetch.taken_bytes for fetch in self.fetches.values())
+        if taken_bytes > memory.capacity_bytes * MEMORY_SHARE:
+            return False
+        fetch = _Prefetch(request_id, far, (), True, 0.0, allowed, now_s, len(far), size_bytes, moves_left=0)
+        self.fetches[request_id] = fetch
+        for key in far:
+            self._enqueue(self._memory, key, _Pending(now_s, fetch))
+        return self.awaits_fetch(request_id, now_s)
+
+    def awaits_fetch(self, request_id: str, now_s: float) -> bool:
+        """Whether chunks of a request's fetch are still to come, and it has not waited ``PATIENCE_S``."""
+        fetch, memory = self.fetches.get(request_id), self._tiers[self._memory]
+        while fetch is not None and fetch.next and now_s - fetch.since_s < PATIENCE_S:
+            last = fetch.keys[fetch.next - 1]  # the last to come, and perhaps also fetched for another request
+            if last in self._pending[self._memory] or memory.state(last) is State.WRITING:
+                return True
+            fetch.next -= 1
+        return False
+
+    def end_fetch(self, request_id: str) -> None:
+        """Forget a fetch: its request has blocks, or has ended. What is still pending is not read."""
+        if (fetch := self.fetches.pop(request_id, None)) is not None and fetch.moves_left:
+            waiting = self._pending[self._memory]
+            for key in [key for key in fetch.keys if key in waiting and waiting[key].prefetch is fetch]:
+                self._drop(self._memory, key, "")
 
     def begin(self, now_s: float) -> list[list[Move]]:
         """Begin the moves that may begin now, the oldest first. Each list is one ticket, with one target."""
@@ -182,6 +214,7 @@ class Moves:
         """Forget pending moves. Moves under way go on until ``settled``."""
         for pending in self._pending:
             pending.clear()
+        self.fetches.clear()
         while self._prefetches:
             self._catalog.forget_request(self._prefetches.popleft().request_id)
 
@@ -237,19 +270,14 @@ class Moves:
         if why:
             self._catalog.counts["hints", "prefetch", why] += 1
         self._catalog.forget_request(prefetch.request_id)
-        prefetch.is_looked_up = True
-        self._keep_beginning(prefetch)
+        self._moved(prefetch)
 
     def _moved(self, prefetch: _Prefetch | None) -> None:
-        """A move is neither pending nor under way any more."""
+        """A move, or the lookup, has ended. Once all of a prefix has arrived, let its end be evicted first."""
         if prefetch is not None:
             prefetch.moves_left -= 1
-            self._keep_beginning(prefetch)
-
-    def _keep_beginning(self, prefetch: _Prefetch) -> None:
-        """Once all of a prefix has arrived, let its end be evicted first."""
-        if prefetch.is_prefix and prefetch.is_looked_up and not prefetch.moves_left:
-            self._tiers[self._memory].touch(reversed(prefetch.keys[: prefetch.next]))
+            if prefetch.is_prefix and not prefetch.moves_left:
+                self._tiers[self._memory].touch(reversed(prefetch.keys[: prefetch.next]))
 
     # What waits to begin
 
@@ -263,8 +291,6 @@ class Moves:
     def _begin(self, target: int, now_s: float) -> list[Move]:
         waiting, tier = self._pending[target], self._tiers[target]
         backlog_bytes = self._options.write_through_backlog_bytes
-        if target == self._memory:
-            backlog_bytes //= PREFETCH_BACKLOGS
         begun: list[Move] = []
         over: list[tuple[Key, str]] = []
         evicted: list[Key] = []

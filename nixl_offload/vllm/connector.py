@@ -362,7 +362,7 @@ class NixlOffloadConnector(OffloadingConnector):
         return super().request_finished_all_groups(request, block_ids)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Begin the step's loads. This is vLLM's last call before the forward pass, after which it would begin them.
+        """Begin the step's loads and moves. This is vLLM's last call before the forward pass, after which it loads.
 
         Safe, in both model runners and on each pipeline stage: earlier steps were launched on the same stream, this
         step zeroes and copies blocks before the call and computes on none of a load's, and all connectors beside ours
@@ -370,14 +370,14 @@ class NixlOffloadConnector(OffloadingConnector):
         """
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, OffloadingConnectorMetadata)
-        if connector_metadata.load_jobs and self.connector_worker is not None:
+        assert self.connector_worker is not None
+        if connector_metadata.load_jobs:
             self.connector_worker.start_kv_transfers(connector_metadata)
+        if isinstance(connector_metadata, StepMetadata):
+            self.connector_worker.start_moves(connector_metadata)
 
     def start_load_kv(self, forward_context: object, **kwargs: Any) -> None:
-        """Begin what can wait for the forward pass. A call in vain costs little: CPU caches are cold after the pass."""
-        metadata = self._get_connector_metadata()
-        if isinstance(metadata, StepMetadata) and self.connector_worker is not None:
-            self.connector_worker.start_moves(metadata)
+        """Do nothing: all has begun before the forward pass."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose load has ended, and those of them that must be computed from their first token."""

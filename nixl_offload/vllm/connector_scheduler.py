@@ -161,7 +161,9 @@ class NixlOffloadScheduler(MendedScheduler):
 
         vLLM asks in every step until there is room for the request. The answer is kept while nothing changes.
         """
-        self._record_progress()
+        self.offload_manager.is_paused = False
+        if self.offload_manager.catalog.moves.awaits_fetch(request.request_id, time.monotonic()):
+            return None, False  # without a limit on its time: that was decided as for a load
         state, question = self._state(request), Question(num_computed_tokens, max_num_new_tokens)
         if self.offload_manager.serving.is_begun:
             self._weights.look(self._prefix_cache())
@@ -232,6 +234,7 @@ class NixlOffloadScheduler(MendedScheduler):
         """Return how many tokens are to be loaded; None: not yet."""
         request, computed_tokens, notes = state.req, question.computed_tokens, notes_of(state.req_context)
         self._asked_s = time.monotonic()
+        self._record_progress()
         self._refuse_worthless_keys(state)  # a session may have been given an image since
         if request.lora_request is not None and self._awaits_adapter(state):
             return None
@@ -254,6 +257,8 @@ class NixlOffloadScheduler(MendedScheduler):
         if not request.skip_reading_prefix_cache:  # set for ``prompt_logprobs``: no lookup then
             whole_tokens = request.num_tokens // self.chunk_tokens * self.chunk_tokens
             notes.looked_up_tokens = max(found, whole_tokens - computed_tokens)
+        if wanted and self._fetches(state, computed_tokens, min(wanted, found)):
+            return None
         # Ask again with the limit: vLLM remembers its last answer.
         return found if wanted >= found else self._ask(state, question, self._limit(wanted))
 
@@ -268,6 +273,15 @@ class NixlOffloadScheduler(MendedScheduler):
             waiting=len(self._waiting) - (state.req.request_id in self._waiting),
             running=self._running,
         )
+
+    def _fetches(self, state: RequestOffloadState, computed_tokens: int, tokens: int) -> bool:
+        """Whether a hit is read into memory while its request waits, so that it holds no blocks meanwhile."""
+        manager, name, now_s = self.offload_manager, state.req.request_id, time.monotonic()
+        moves, load = manager.catalog.moves, notes_of(state.req_context).load
+        if name in moves.fetches or not manager.decider.is_long(load, now_s):
+            return False
+        keys = self.hit_keys(state, computed_tokens + tokens)[computed_tokens // self.chunk_tokens :]
+        return moves.fetch(name, cast("list[Key]", keys), now_s, manager.allowed_tiers(state.req_context))
 
     def _ask_vllm(self, state: RequestOffloadState, computed_tokens: int, most: int | None) -> int | None:
         return super().get_num_new_matched_tokens(state.req, computed_tokens, most)[0]
@@ -307,10 +321,8 @@ class NixlOffloadScheduler(MendedScheduler):
         return 0
 
     def _limit(self, tokens: int) -> int:
-        """Return the limit with which vLLM finds ``tokens``.
-
-        With windows vLLM subtracts one token, as at the end of a prompt. With recurrent state that would cost a
-        whole chunk.
+        """Return the limit with which vLLM finds ``tokens``. With windows vLLM subtracts one token, as at the end of a
+        prompt. With recurrent state that would cost a whole chunk.
         """
         return tokens + 1 if self._windows else tokens
 
@@ -318,6 +330,7 @@ class NixlOffloadScheduler(MendedScheduler):
         """As vLLM's. The request's lookup is counted now that it is scheduled: once, however often it asked."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self._waiting.discard(request.request_id)
+        self.offload_manager.catalog.moves.end_fetch(request.request_id)
         state = self._state(request)
         notes = notes_of(state.req_context)
         if notes.answer is not None and not self._is_alone:
@@ -449,9 +462,8 @@ class NixlOffloadScheduler(MendedScheduler):
     # Weights that may have changed since a cache was reset.
 
     def reset_cache(self) -> None:
-        """As vLLM's. The ranks must report their weights before anything is stored or loaded again.
-
-        If vLLM pauses or sleeps, stored chunks stay: their namespace says which weights they belong to.
+        """As vLLM's. The ranks must report their weights before anything is stored or loaded again. If vLLM pauses or
+        sleeps, stored chunks stay: their namespace says which weights they belong to.
         """
         if resets_for_pause():
             self.offload_manager.is_paused = True

@@ -13,13 +13,13 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from nixl_offload.catalog.catalog import LoadTicket
+    from nixl_offload.types import Location
     from nixl_offload.vllm.messages import LoadSample
 
 TRIAL_INTERVAL_S: Final = 30.0
@@ -33,6 +33,8 @@ LOADS_AT_ONCE: Final = 4
 WAIT_S: Final = 0.5
 """How long a hit waits for such loads while the speed of computing is unknown. Later the limit is the time that
 computing the hit would take."""
+FETCH_FROM_S: Final = 0.1
+"""A hit whose load takes longer is read into memory before its request has blocks. That takes one or two steps more."""
 MIN_TOKENS: Final = 64
 """Steps with fewer tokens decode, or are too short to measure."""
 
@@ -64,10 +66,8 @@ _MOST_OPEN_STEPS: Final = 16
 Counts = Mapping[tuple[str | int, ...], int]
 """By the name of a metric, then its labels; an int is the position of a tier."""
 Decision = Literal["taken", "skipped", "unknown", "trial"]
-"""The decision about a tier's part of a hit.
-
-skipped: computing is expected to be faster. unknown: computed, because a speed is not known yet and ``LOADS_AT_ONCE``
-loads are out. trial: loaded although the tier was judged too slow.
+"""The decision about a tier's part of a hit. skipped: computing is expected to be faster. unknown: computed, because a
+speed is not known yet and ``LOADS_AT_ONCE`` loads are out. trial: loaded although the tier was judged too slow.
 """
 
 
@@ -323,6 +323,13 @@ class LoadDecider:
         notes.loaded_tokens = sum(part.tokens for part in parts[:taken])
         return notes.loaded_tokens
 
+    def is_long(self, notes: LoadNotes, now_s: float) -> bool:
+        """Whether to read the hit that was decided last into memory first. A trial measures the load itself."""
+        parts = zip(notes.parts, accumulate(part.tokens for part in notes.parts), strict=True)
+        taken = [part for part, end in parts if end <= notes.loaded_tokens and part.tier]  # without what is in memory
+        seconds = max((self._tiers[part.tier].seconds(part.size_bytes, now_s) for part in taken), default=0.0)
+        return notes.trial is None and seconds > FETCH_FROM_S
+
     def wait_left_s(self, tier: int | None, tokens: int, context_tokens: int, notes: LoadNotes, now_s: float) -> float:
         """Return how long a request may still wait for a load of ``tier``, or for its own stores (None).
 
@@ -342,17 +349,17 @@ class LoadDecider:
             speed.line.add(size_bytes, seconds, keep=_TIER_KEEP)
             speed.learned_s = now_s
 
-    def begin_load(self, ticket: LoadTicket, notes: LoadNotes, now_s: float) -> None:
-        """Record that a load goes out."""
+    def begin_load(self, ticket: int, locations: Iterable[Location], notes: LoadNotes, now_s: float) -> None:
+        """Record that a load goes out, or a fetch."""
         trial, notes.trial = notes.trial, None  # no second trial, if a preempted request loads again
         size_bytes: Counter[int] = Counter()
-        for location in ticket.locations:
+        for location in locations:
             if location.tier >= 0:
                 size_bytes[location.tier] += location.slot_bytes
         for tier, size in size_bytes.items():
             # A load ends with its last part, so its age counts for its farthest tier alone.
             is_slowest = tier == max(size_bytes)
-            self._tiers[tier].begin(ticket.ticket, size, now_s, is_slowest=is_slowest, on_trial=tier == trial)
+            self._tiers[tier].begin(ticket, size, now_s, is_slowest=is_slowest, on_trial=tier == trial)
 
     def observe_loads(self, samples: Iterable[LoadSample]) -> None:
         """Record how long loads took on some rank; before ``end_load`` of their tickets."""
@@ -360,9 +367,11 @@ class LoadDecider:
             if sample.tier < len(self._tiers):  # else of a rank with another config
                 self._tiers[sample.tier].observe(sample.ticket, sample.seconds, failed=sample.failed)
 
-    def end_load(self, ticket: int, now_s: float) -> None:
-        """Learn from a load that has ended on all ranks."""
+    def end_load(self, ticket: int, now_s: float, fetch_failed: bool | None = None) -> None:
+        """Learn from a load that has ended on all ranks. ``fetch_failed``: of a fetch, which ranks do not time."""
         for speed in self._tiers:
+            if fetch_failed is not None and ticket in speed.open:
+                speed.observe(ticket, now_s - speed.open[ticket].began_s, failed=fetch_failed)
             speed.end(ticket, now_s)
 
     # Inside

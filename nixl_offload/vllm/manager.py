@@ -39,7 +39,7 @@ from nixl_offload.tiers.base import Tier
 from nixl_offload.tiers.slot_tier import MemoryTier
 from nixl_offload.types import Key, Lookup, LookupContext, key_group
 from nixl_offload.vllm.identity import with_loaded_weights
-from nixl_offload.vllm.load_decision import LoadDecider
+from nixl_offload.vllm.load_decision import LoadDecider, LoadNotes
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketReport, TicketSpec
 from nixl_offload.vllm.metrics import MetricsReporter
 from nixl_offload.vllm.serving_tiers import ServingTiers
@@ -139,9 +139,7 @@ class NixlOffloadManager(OffloadingManager):
 
     def reopen(self, loaded_weights: str | None) -> None:
         """Serve the namespace of other weights from now on. ``loaded_weights`` identifies them; None: those of the
-        start.
-
-        The tiers are opened in that namespace once no ticket is open. Until then nothing is found or stored.
+        start. The tiers are opened in that namespace once no ticket is open. Until then nothing is found or stored.
         """
         if self.serving.is_begun and not self.serving.is_off:
             self._loaded_weights = loaded_weights
@@ -242,7 +240,7 @@ class NixlOffloadManager(OffloadingManager):
         """Called by vLLM's ``update_state_after_alloc``: pin chunks and return where they are, for the ranks."""
         wanted, notes, now_s = cast("Collection[Key]", keys), notes_of(req_context), time.monotonic()
         ticket = self.catalog.prepare_load(wanted, now_s, self.allowed_tiers(req_context))
-        self.decider.begin_load(ticket, notes.load, now_s)
+        self.decider.begin_load(ticket.ticket, ticket.locations, notes.load, now_s)
         return TicketSpec(ticket, notes.adapter)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
@@ -275,22 +273,25 @@ class NixlOffloadManager(OffloadingManager):
                 self.decider.observe_reads(position, tier.timed_reads, time.monotonic())
                 tier.timed_reads = ()
         if self.catalog.is_chain and not self._reopens and not self.is_paused:
-            moves = self.catalog.begin_moves(time.monotonic())
+            moves, now_s = self.catalog.begin_moves(time.monotonic()), time.monotonic()
+            for move in moves:
+                if move.targets[0].tier == self.catalog.chain.memory:
+                    self.decider.begin_load(move.ticket, move.sources, LoadNotes(), now_s)
             self.moves += moves
             if moves or self.catalog.changes:
                 self.metrics.look_soon()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget a request's lookups."""
+        """Forget a request's lookups and fetch."""
+        self.catalog.moves.end_fetch(req_context.req_id)
         self.catalog.forget_request(req_context.req_id)
 
     # What the ranks report. vLLM's complete_store and complete_load carry no outcome and survive no reset. They do
     # nothing here: tickets settle from our own message.
 
     def settle(self, reports: Mapping[int, TicketReport], loads: Sequence[LoadSample] = ()) -> set[OffloadKey]:
-        """Settle the tickets that all ranks have reported, and learn how long tiers took to serve loads.
-
-        Returns the chunks that a load did not bring.
+        """Settle the tickets that all ranks have reported, and learn how long tiers took to serve loads. Returns the
+        chunks that a load did not bring.
         """
         lost: set[OffloadKey] = set()
         self.metrics.look_soon()
@@ -301,8 +302,8 @@ class NixlOffloadManager(OffloadingManager):
             if settled is None:
                 continue
             self.metrics.settled(settled)
+            self.decider.end_load(ticket, now_s, bool(settled.failed) if settled.kind == "prefetch" else None)
             if settled.kind == "load":
-                self.decider.end_load(ticket, now_s)
                 lost.update(OffloadKey(key) for key in settled.failed)
             if settled.failed:
                 outcomes = Counter(outcome.value for outcome in settled.failed.values())

@@ -26,7 +26,7 @@ hit_decisions | counter | tier decision | requests |
     Only with slow_hits: skip. | Mostly skipped: the tier is too slow for this model
 transfer_bytes | counter | operation tier | bytes, all ranks |
     KV bytes that a tier has taken or given: store (from KV blocks), load (to KV blocks), write_through (from another
-    tier) or fetch (for a farther one, or for memory because of a hint; not counted for memory). Without headers,
+    tier) or fetch (for a farther one, or for memory before a load; not counted for memory). Without headers,
     padding and failures. | rate() is the tier's throughput
 transfer_seconds | histogram | operation tier | seconds |
     How long jobs took in a tier, from submission to the last chunk, one observation per job and rank. Jobs overlap, so
@@ -34,7 +34,7 @@ transfer_seconds | histogram | operation tier | seconds |
     it all jobs or the slowest?
 chunks | counter | operation outcome tier | chunks |
     Chunks stored (from KV blocks), loaded (to KV blocks), kept in memory when loaded (promotion), read into memory
-    because of a hint (prefetch) or written to a farther tier (write_through), by outcome on the worst rank: ok, failed
+    before a load (prefetch) or written to a farther tier (write_through), by outcome on the worst rank: ok, failed
     (by storage), corrupt (refused by verification), dropped (to shed load) or tainted (failed, and its place is not
     used again). The tier is the target, of loads the source. | outcome="corrupt": damage on the medium, found before
     use

@@ -219,10 +219,8 @@ class MendedScheduler(OffloadingConnectorScheduler):
 
     def keep_where_prompts_part(self, state: RequestOffloadState, hit_tokens: int) -> None:
         """Keep recurrent state and windows at the end of the full-attention prefix that tiers hold, if they are missing
-        there.
-
-        vLLM keeps them at the end of a prompt, and where its own cache shows that two prompts part. It does not know
-        the prompts that only tiers have.
+        there. vLLM keeps them at the end of a prompt, and where its own cache shows that two prompts part. It does not
+        know the prompts that only tiers have.
         """
         ends = [
             (group.lookup_hit_end_chunk_idx - config.is_eagle_group) * config.tokens_per_chunk
@@ -254,10 +252,8 @@ class MendedScheduler(OffloadingConnectorScheduler):
                     group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, first)
 
     def forget_descriptions(self, keys: Iterable[OffloadKey], is_known: Callable[[OffloadKey], bool]) -> None:
-        """Forget vLLM's descriptions of chunks that no tier has any more.
-
-        vLLM keeps a description until an event says that its chunk has left host memory. Without a memory tier no such
-        event comes.
+        """Forget vLLM's descriptions of chunks that no tier has any more. vLLM keeps a description until an event says
+        that its chunk has left host memory. Without a memory tier no such event comes.
         """
         described = self._events_tracker._pending_event_metadata
         for key in keys:
@@ -266,10 +262,8 @@ class MendedScheduler(OffloadingConnectorScheduler):
 
     def check_blocks(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
         """Zero the ids of blocks that the request no longer owns, so nothing is stored from them. ``block_ids``: vLLM's
-        own table, by KV cache group.
-
-        The table that we inherit only grows. vLLM's own drops blocks that slid out of a window. After a reset all
-        chunks are offered again.
+        own table, by KV cache group. The table that we inherit only grows. vLLM's own drops blocks that slid out of a
+        window. After a reset all chunks are offered again.
         """
         state = self._req_status.get(request_id)
         if state is None:

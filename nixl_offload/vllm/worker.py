@@ -218,10 +218,8 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         return failed
 
     def build_connector_worker_meta(self) -> WorkerReport:
-        """Return what has finished since the last call.
-
-        Also when nothing has: vLLM keeps an empty step to itself, and ``PrefillSpeed`` in ``load_decision``
-        needs the end of each.
+        """Return what has finished since the last call. Also when nothing has: vLLM keeps an empty step to itself, and
+        ``PrefillSpeed`` in ``load_decision`` needs the end of each.
         """
         if not self._has_sent_geometry and (geometry := self.geometry()) is not None:
             self._news().geometries[geometry.rank] = geometry

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from nixl_offload.catalog.catalog import LoadTicket
-from nixl_offload.types import Key, Location
+from nixl_offload.types import Location
 from nixl_offload.vllm.load_decision import MIN_TOKENS, Hit, LoadDecider, LoadNotes
 from nixl_offload.vllm.messages import LoadSample
 
@@ -78,8 +77,7 @@ class Rule(Policy):
         hit = Hit((0,), 0, tokens, tokens, {})
         loaded_tokens = self._rule.tokens_to_load(hit, notes, now_s, waiting=waiting, running=running)
         if loaded_tokens:
-            where = Location(0, 0, loaded_tokens * TOKEN_BYTES)
-            self._rule.begin_load(LoadTicket(request.number, (Key(bytes(36)),), (where,)), notes, now_s)
+            self._rule.begin_load(request.number, [Location(0, 0, loaded_tokens * TOKEN_BYTES)], notes, now_s)
         return loaded_tokens
 
     def loaded(self, request: Request, now_s: float) -> None:

@@ -34,7 +34,7 @@ def fuzz(name: str, second_runner: bool, seed: int) -> Outcome:
     from tests.vllm.fuzz_rig import Fuzz, fuzzed
 
     outcome, model = (
-        Outcome(counts={"answers": 0, "stored chunks": 0, "loaded bytes": 0}),
+        Outcome(counts={"answers": 0, "stored chunks": 0, "loaded bytes": 0, "fetched bytes": 0}),
         write_base(Path("model").absolute()),
     )
     with fuzzed():
@@ -50,6 +50,7 @@ def fuzz(name: str, second_runner: bool, seed: int) -> Outcome:
                 outcome.counts["answers"] += engine.rank.answers
                 outcome.counts["stored chunks"] += engine.rank.stored
                 outcome.counts["loaded bytes"] += engine.rank.moved["load"]
+                outcome.counts["fetched bytes"] += engine.rank.moved["fetch"]
                 engine.close()
     if not outcome.counts["loaded bytes"]:
         outcome.missed.append("nothing was loaded from any medium")

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from nixl_offload.catalog.catalog import LoadTicket
-from nixl_offload.types import Key, Location
+from nixl_offload.types import Location
 from nixl_offload.vllm.load_decision import (
     LOADS_AT_ONCE,
     SLOW_FAILURE_S,
@@ -46,7 +45,7 @@ class Asked(LoadDecider):
         self, number: int, *tiers: int, now_s: float = 0.0, notes: LoadNotes | None = None, size: int = 1
     ) -> None:
         where = tuple(Location(tier, 0, size * CHUNK_TOKENS * TOKEN_BYTES) for tier in tiers or (0,))
-        self.begin_load(LoadTicket(number, (Key(bytes(36)),) * len(where), where), notes or LoadNotes(), now_s)
+        self.begin_load(number, where, notes or LoadNotes(), now_s)
 
     def end(self, number: int, *seconds: float, now_s: float = 0.0, tier: int = 0, failed: bool = False) -> None:
         """End a load that took this long on each rank."""

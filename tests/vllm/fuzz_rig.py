@@ -38,6 +38,7 @@ from vllm.v1.request import Request, RequestStatus
 from nixl_offload.engine import Chunk, Job, WorkKind
 from nixl_offload.vllm import connector_scheduler
 from nixl_offload.vllm.connector import NixlOffloadConnector
+from nixl_offload.vllm.load_decision import LoadDecider
 from nixl_offload.vllm.rank_identity import adapter_digest
 from nixl_offload.vllm.vllm_scheduler import AdaptedRequestState, MendedScheduler, notes_of
 from tests.vllm.pipeline_rig import (
@@ -369,6 +370,8 @@ def fuzzed() -> Iterator[None]:
     with played(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", True)
         patch.setattr(connector_scheduler, "PATIENCE_S", 60.0)
+        chance = random.Random(1)
+        patch.setattr(LoadDecider, "is_long", lambda *_: chance.random() < 0.5)
         patch.setattr(RequestOffloadState, "update_offload_keys", _take_down(RequestOffloadState.update_offload_keys))
         patch.setattr(AdaptedRequestState, "update_offload_keys", _take_down(AdaptedRequestState.update_offload_keys))
         patch.setattr(MendedScheduler, "_make_boundary_key", _take_down_boundary)

@@ -34,7 +34,7 @@ from vllm.v1.request import Request
 from nixl_offload.catalog.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.chunk.shards import uncut_plan
 from nixl_offload.config import Config, parse_config
-from nixl_offload.types import Key, Location, Outcome
+from nixl_offload.types import Location, Outcome
 from nixl_offload.vllm.connector import NixlOffloadSpec
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.load_decision import LoadNotes
@@ -172,8 +172,7 @@ def wait_for_tiers(manager: NixlOffloadManager) -> None:
 def observe(manager: NixlOffloadManager, load_s: float, *, tier: int = 0, prefill_s: float = 0.01) -> None:
     """Observe some loads of a chunk from ``tier``, and prefills of its tokens, that took this long."""
     for number in range(5):
-        where = (Location(tier, 0, SLOT),)
-        manager.decider.begin_load(LoadTicket(-1, (Key(key(0)),), where), LoadNotes(), time.monotonic())
+        manager.decider.begin_load(-1, [Location(tier, 0, SLOT)], LoadNotes(), time.monotonic())
         manager.decider.observe_loads([LoadSample(tier, load_s, False, -1)])
         manager.decider.end_load(-1, time.monotonic())
         manager.decider.prefill.observe(CHUNK_TOKENS, prefill_s, number * CHUNK_TOKENS)

