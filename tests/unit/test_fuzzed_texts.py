@@ -69,7 +69,6 @@ def test_hints(data: bytes) -> None:
             continue
         if hint is not None:
             assert isinstance(hint.prefetch, bool)
-            _ = hint.names
 
 
 def _check(message: str, named: str = "", most: int = 20_000) -> None:
