@@ -16,7 +16,7 @@ from typing import Final, Literal, NamedTuple
 from nixl_offload.catalog.moves import ChainOptions, Move, Moves
 from nixl_offload.index import State
 from nixl_offload.tiers.base import Tier
-from nixl_offload.tiers.slot_tier import SlotTier
+from nixl_offload.tiers.slot_tier import MemoryTier, SlotTier
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome, worst
 
 TRIAL_S: Final = 10.0
@@ -259,12 +259,15 @@ class Catalog:
 
     # What may begin
 
-    def reserve(self, keys: Iterable[Key], now_s: float, request_id: str = "") -> StoreTicket | None:
+    def reserve(
+        self, keys: Iterable[Key], now_s: float, request_id: str = "", leaving: Collection[Key] = ()
+    ) -> StoreTicket | None:
         """Reserve room for the chunks among ``keys`` that no tier has; for the first of them when room is short.
 
         A chunk goes to the nearest tier that takes it. Tiers that did not answer this request are left out, now and
         when the chunks go on to farther tiers, because they may have them already.
         Returns None when there is nothing to store. Lack of room is no error: it means fewer keys.
+        ``leaving``: memory takes these even if a farther tier has them, because they leave the GPU.
         Chunks that tiers have count as used: only this call reports hits in vLLM's own cache. So a prompt's beginning
         is not evicted to make room for its end. They are also written to farther tiers that lack them.
         """
@@ -280,7 +283,7 @@ class Catalog:
                 tier.touch([key for key, _ in reversed(ready)])
             self.moves.offer(ready, now_s)
         for key, states in found:
-            if _READY in states or key in self._storing:
+            if _READY in (states[:1] if key in leaving else states) or key in self._storing:
                 continue
             if not self._admits(key):
                 self.counts["unstored_chunks", "not_admitted"] += 1
@@ -360,6 +363,8 @@ class Catalog:
                 self._note_recent(keys)
                 self.tiers[position].unpin(reversed(keys))
                 self.note_removed(position, self.tiers[position].after_load(keys, among, now_s))
+                if position == self.chain.memory:
+                    self._give_up(reversed(keys))
             else:
                 self.tiers[position].after_store(keys, among, now_s)
         return Settled(record.kind, record.keys, failed, tiers)
@@ -476,9 +481,11 @@ class Catalog:
         """Reserve slots in memory for chunks from farther tiers. All of ``keys`` must be pinned already."""
         slots: list[Location | None] = [None] * len(keys)
         memory = self.chain.memory
-        if memory is None or not self.chain.promote:
+        if memory is None:
             return slots
         tier = self.tiers[memory]
+        if isinstance(tier, MemoryTier) and tier.is_exclusive:
+            return slots  # the GPU has them now, and memory takes them when they leave it
         evicted: list[Key] = []
         for at, key in enumerate(keys):
             if locations[at].tier > memory and tier.state(key) is None:
@@ -536,3 +543,12 @@ class Catalog:
             if outcome is Outcome.CORRUPT:
                 self.note_removed(move.source.tier, source.after_load([move.key], {move.key: outcome}, now_s))
             self.moves.settled(move, outcome.value if outcome else "ok" if move.key in ready else "gone", now_s)
+            if move.source.tier == self.chain.memory and move.key in ready and self.chain.gpu_has(move.key):
+                self._give_up((move.key,))
+
+    def _give_up(self, keys: Iterable[Key]) -> None:
+        """Let memory drop chunks that the GPU has, but those that a farther tier still waits for."""
+        memory = self.tiers[self.chain.memory or 0]
+        if isinstance(memory, MemoryTier):
+            given_up = memory.give_up([key for key in keys if not self.moves.is_pending(key)])
+            self.note_removed(self.chain.memory or 0, given_up)

@@ -10,7 +10,7 @@ A chunk that is offered again, or asked for by another hint or request, is pendi
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -47,12 +47,12 @@ _READY, _EVICTING = State.READY, State.EVICTING
 class ChainOptions:
     """How tiers work together. Bytes are per rank."""
 
-    promote: bool = True
-    """Keep chunks in memory that were loaded from farther tiers."""
     write_through_backlog_bytes: int = 256 << 20
     """The most that is under way to one tier."""
     memory: int | None = None
     """Position of the memory tier; None: there is none."""
+    gpu_has: Callable[[Key], bool] = lambda key: False
+    """Whether the GPU has a chunk that memory is to take when it leaves the GPU."""
 
 
 @dataclass(slots=True, eq=False)
@@ -122,6 +122,10 @@ class Moves:
         """How many moves wait to begin, by target."""
         return tuple(len(pending) for pending in self._pending)
 
+    def is_pending(self, key: Key) -> bool:
+        """Whether a move of this chunk waits to begin."""
+        return any(key in pending for pending in self._pending)
+
     def offer(self, chunks: Iterable[tuple[Key, Sequence[State | None]]], now_s: float) -> None:
         """Chunks were stored, or offered again: queue each for every farther tier that lacks it. With a chunk come its
         states, by tier. A tier that is evicting it lacks it, too.
@@ -158,7 +162,7 @@ class Moves:
     def fetch(self, request_id: str, keys: Sequence[Key], now_s: float, allowed: Collection[int] | None) -> bool:
         """Begin to read what farther tiers have of a hit into memory. Whether its request is to wait for that."""
         memory, among = self._tiers[self._memory], range(len(self._tiers)) if allowed is None else allowed
-        if self._memory not in among or not self._options.promote or not isinstance(memory, SlotTier):
+        if self._memory not in among or not isinstance(memory, SlotTier):
             return False
         usable = [at for at in among if self._tiers[at].in_use]
         found = zip(keys, memory.states(keys), self._catalog.where(keys, allowed), strict=True)

@@ -175,8 +175,8 @@ class _Tier(_Model):
 
 
 class MemoryConfig(_Tier):
-    """Chunks in host memory. If it is not ``lazy``, or not alone, give it at least twice what the GPUs' KV caches hold
-    together: a smaller one keeps what they still have, and serves little.
+    """Chunks in host memory. If it is not ``lazy``, give it at least twice what the GPUs' KV caches hold together: a
+    smaller one keeps what they still have, and serves little.
     """
 
     ttl_s: ClassVar[None] = None
@@ -184,12 +184,11 @@ class MemoryConfig(_Tier):
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
     """Host memory for the chunks of all ranks together, including the data-parallel engines of this machine.
     Allocated whole at start. If an engine spans several machines, each machine provides the share of its own ranks."""
-    promote: bool = True
-    """Keep in memory what a farther tier serves."""
     lazy: bool = True
-    """Store a chunk when vLLM is about to evict it from the GPU, and give up first what was loaded again: memory and
-    GPU then hold different chunks. A reset of vLLM's prefix cache loses what memory lacks. ``false``, or farther tiers,
-    KV events or ``store_after``: store a chunk when it is computed."""
+    """Take a chunk when vLLM is about to evict it from the GPU, and give up first what the GPU has: memory and GPU then
+    hold different chunks. Farther tiers get a chunk when it is computed, and load straight to the GPU. Without farther
+    tiers, a reset of vLLM's prefix cache loses what memory lacks. ``false``, KV events or ``store_after``: take a chunk
+    when it is computed, and keep what farther tiers serve."""
 
 
 class DirectoryConfig(_Tier):
@@ -414,8 +413,8 @@ class Config(_Model):
 
     @property
     def stores_lazily(self) -> bool:
-        """Whether chunks are stored in memory alone, and only when vLLM is about to evict them."""
-        return self.memory is not None and self.memory.lazy and len(self.tiers) == 1 and self.store_after == 1
+        """Whether memory takes chunks only when vLLM is about to evict them."""
+        return self.memory is not None and self.memory.lazy and self.store_after == 1
 
     @property
     def s3(self) -> S3Config | None:

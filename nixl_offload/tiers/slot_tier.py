@@ -183,8 +183,8 @@ def rank_memory_bytes(capacity_bytes: int, world_size: int, dp_size: int) -> int
 class MemoryTier(SlotTier):
     """Slots of host memory, one index for all ranks. A pinned chunk keeps its slot."""
 
-    gives_up_loaded = False
-    """Whether chunks are dropped once they were loaded, if memory is nearly full: the GPU has them again."""
+    is_exclusive = False
+    """Whether it takes chunks when they leave the GPU, and ``give_up`` drops what the GPU has."""
 
     @classmethod
     def open(cls, config: MemoryConfig, context: TierContext) -> MemoryTier:
@@ -215,14 +215,14 @@ class MemoryTier(SlotTier):
         )
         return cls(context.position, Place(context.namespace.digest), allocator)
 
-    def after_load(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
-        dropped, slots = super().after_load(keys, failed, now_s), self._allocator
-        if self.gives_up_loaded and slots.used_bytes > NEARLY_FULL * slots.rank_bytes:
-            given_up = [key for key in reversed(keys) if self._gives_way(key)]
-            for key in given_up:
-                self.drop(key)
-            dropped += given_up
-        return dropped
+    def give_up(self, keys: Iterable[Key]) -> list[Key]:
+        """Drop chunks that the GPU has, if memory is nearly full. Returns the dropped ones."""
+        if not self.is_exclusive or self._allocator.used_bytes <= NEARLY_FULL * self._allocator.rank_bytes:
+            return []
+        given_up = [key for key in keys if self._gives_way(key)]
+        for key in given_up:
+            self.drop(key)
+        return given_up
 
     def _gives_way(self, key: Key) -> bool:
         # A pinned chunk may be on its way to a farther tier, and exist nowhere else yet.

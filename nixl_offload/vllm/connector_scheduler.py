@@ -114,7 +114,7 @@ class NixlOffloadScheduler(MendedScheduler):
         """Store chunks only when vLLM is about to evict them from ``pool``. ``step_tokens``: the most in a step."""
         step_blocks = sum(-(-step_tokens // group.tokens_per_block) for group in self.config.kv_group_configs)
         self.lazy = LazyStores(pool, step_blocks, self.state_of)
-        self.offload_manager.put_off = self.lazy.put_off
+        self.offload_manager.lazy = self.lazy
 
     def set_role(self, *, loads: bool, stores: bool) -> None:
         """Set what ``kv_role`` allows: a producer stores only, a consumer loads only."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
 
 LEAST_SHARE, MOST_SHARE = 8, 4
@@ -48,6 +49,11 @@ class LazyStores:
         """Blocks allocated since the last look, and blocks that were free then."""
         self._wanted = 0
         """The most blocks that a hit wants at once, if that is more."""
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether a chunk is remembered, and vLLM's cache still has it."""
+        block = self._pool.cached_block_hash_to_block.get_one_block(BlockHashWithGroupId(key))
+        return block is not None and block.block_id in self._chunks
 
     def put_off(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:
         """Remember chunks of a request. Returns the others, which must be stored now or never: vLLM's cache does not

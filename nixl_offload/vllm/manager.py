@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, cast
 
 from vllm.config import VllmConfig
@@ -39,6 +39,7 @@ from nixl_offload.tiers.base import Tier
 from nixl_offload.tiers.slot_tier import MemoryTier
 from nixl_offload.types import Key, Lookup, LookupContext, key_group
 from nixl_offload.vllm.identity import with_loaded_weights
+from nixl_offload.vllm.lazy_stores import LazyStores
 from nixl_offload.vllm.load_decision import LoadDecider, LoadNotes
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketReport, TicketSpec
 from nixl_offload.vllm.metrics import MetricsReporter
@@ -111,8 +112,8 @@ class NixlOffloadManager(OffloadingManager):
         """The same for a token."""
         self._labels = [label_of(tier, is_local=False) for tier in config.tiers]
         """By position; whether a directory is on a drive of this machine is known once it is open."""
-        self.put_off: Callable[[Collection[OffloadKey], ReqContext], Collection[OffloadKey]] | None = None
-        """Puts stores off, and returns the chunks that cannot wait. None: none can."""
+        self.lazy: LazyStores | None = None
+        """Stores to memory that are put off; None: none is."""
         self.moves: list[MoveTicket] = []
         """Moves to send to the ranks. The caller empties it."""
         self.removed: list[OffloadKey] = []
@@ -162,9 +163,9 @@ class NixlOffloadManager(OffloadingManager):
             slot_bytes=lambda key: self._slot_bytes[key_group(key)],
             store_backlog_bytes=STORE_BACKLOG_STAGINGS * self._config.staging_bytes,
             chain=ChainOptions(
-                promote=memory is None or memory.promote,
                 write_through_backlog_bytes=self._config.staging_bytes,
                 memory=None if memory is None else 0,
+                gpu_has=lambda key: self.lazy is not None and key in self.lazy,
             ),
             store_after=self._config.store_after,
         )
@@ -185,7 +186,7 @@ class NixlOffloadManager(OffloadingManager):
         self._changed()
         self._labels[position] = label_of(self._config.tiers[position], is_local=tier.is_local)
         if isinstance(tier, MemoryTier):
-            tier.gives_up_loaded = self.put_off is not None
+            tier.is_exclusive = self.lazy is not None
         self.catalog.join(position, tier)
 
     def take_ranks(self, ranks: Mapping[int, RankStatus]) -> None:
@@ -247,12 +248,15 @@ class NixlOffloadManager(OffloadingManager):
         """Called by vLLM's ``_build_store_jobs``: reserve room for chunks that no tier has. Takes fewer, or none, if
         room is short or storage too slow.
         """
-        notes, ticket = notes_of(req_context), None
+        notes, ticket, leaving = notes_of(req_context), None, list[OffloadKey]()
         may_store = self._slot_bytes and not self._reopens and notes.stores and notes.knows_keys
-        if may_store and self.put_off is not None:
-            keys = self.put_off(keys, req_context)
+        if may_store and self.lazy is not None:
+            leaving = self.lazy.put_off(keys, req_context)
+            if not self.catalog.is_chain:
+                keys = leaving
         if may_store and keys:
-            ticket = self.catalog.reserve(cast("Collection[Key]", keys), time.monotonic(), req_context.req_id)
+            wanted, now_s = cast("Collection[Key]", keys), time.monotonic()
+            ticket = self.catalog.reserve(wanted, now_s, req_context.req_id, cast("set[Key]", set(leaving)))
             self.metrics.look_soon()
         ticket = ticket or _NO_STORE
         return PrepareStoreOutput(

@@ -23,7 +23,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import (
-    LookupResult,
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
@@ -401,7 +400,7 @@ class MendedScheduler(OffloadingConnectorScheduler):
         jobs = super()._build_store_jobs(output)
         stored = {key for job_id in jobs for key in self._jobs[job_id].keys}
         for key, chunk in due.items():
-            if key not in stored and self.manager.lookup(key, state.req_context) is LookupResult.MISS:
+            if key not in stored and not cast("Any", self).offload_manager.is_known(key):
                 lazy.put_back(chunk)
         if not jobs:
             del self._req_status[name]

@@ -103,6 +103,11 @@ class Engine:
         self.told = {position: set(self.ready(position)) for position in self.slots}
         """Per tier what is READY, by the changes that the catalog told."""
 
+    @property
+    def is_exclusive(self) -> bool:
+        """Whether memory takes what leaves the GPU, and gives up what the GPU has: everything."""
+        return self.setup.chain.gpu_has(Key(b""))
+
     def ready(self, tier: int) -> dict[Key, Location]:
         """Return what a slab's index calls READY, and where."""
         index = self.slots[tier]._index
@@ -134,7 +139,9 @@ class Engine:
         world, context = self.world, context_of(NAMESPACE, SLOT_CLASSES, position=position, world_size=RANKS)
         if kind == "memory":
             memory = MemoryConfig.model_validate({"kind": kind, "capacity": MEMORY_BYTES})
-            return MemoryTier.open(memory, context)
+            opened = MemoryTier.open(memory, context)
+            opened.is_exclusive = self.is_exclusive
+            return opened
         if kind == "slab":
             file = SlabConfig.model_validate({"kind": kind, "path": str(self.path), "capacity": FILE_BYTES})
             tier = SlabTier.open(file, context)

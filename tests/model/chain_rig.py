@@ -61,13 +61,14 @@ class ChainRig:
         """A prompt was computed."""
         engine = self.engine
         engine.offers.update(keys)
-        grant = engine.catalog.reserve(keys, self.world.now_s)
+        leaving = keys[::2] if engine.is_exclusive else ()
+        grant = engine.catalog.reserve(keys, self.world.now_s, leaving=leaving)
         if grant is None:
             return
         assert len(set(grant.keys)) == len(grant.keys)
         assert set(grant.keys) <= set(keys)
         for key in grant.keys:
-            assert engine.nearest(key) is None, "stored what is there"
+            assert engine.nearest(key) is None or (key in leaving and engine.nearest(key)), "stored what is there"
             assert engine.offers[key] >= engine.setup.store_after, "stored too early"
         self._open_ticket("store", grant.ticket, grant.keys, [None] * len(grant.keys), grant.locations)
         self.seen["store passed over the nearest tier"] += any(location.tier > 0 for location in grant.locations)
@@ -100,7 +101,7 @@ class ChainRig:
         for tier, location, slot in zip(nearest, grant.locations, slots, strict=True):
             assert location.tier == (-1 if tier is None else tier), "not the nearest that has it"
             if slot is not None:
-                assert engine.setup.chain.promote
+                assert not engine.is_exclusive
                 assert slot.tier == engine.setup.chain.memory == 0
                 assert location.tier > 0
         sources = [None if location.tier < 0 else location for location in grant.locations]
@@ -311,7 +312,7 @@ class ChainRig:
                 self.store([key])
             self.come_to_rest()
             for position, tier in enumerate(engine.tiers):
-                if position not in gone:
+                if position not in gone and (position or not engine.is_exclusive):  # which may give it up at once
                     assert tier.state(key) is State.READY, f"tier {position} did not get it"
                     assert self.load([key], [position])[0].tier == position
                     self.come_to_rest()

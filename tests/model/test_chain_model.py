@@ -86,7 +86,7 @@ class ChainMachine(RuleBasedStateMachine):
 
     @initialize(
         kinds=st.sampled_from(CHAINS),
-        promote=st.sampled_from([True, True, True, False]),
+        exclusive=st.sampled_from([True, False]),
         write_through_backlog=st.sampled_from([3 * SLOT_MAX, 1 << 30, 1]),
         store_backlog=st.sampled_from([1 << 30, 3 * SLOT_MAX]),
         store_after=st.sampled_from([1, 1, 1, 2]),
@@ -95,7 +95,7 @@ class ChainMachine(RuleBasedStateMachine):
     def begin(
         self,
         kinds: tuple[str, ...],
-        promote: bool,
+        exclusive: bool,
         write_through_backlog: int,
         store_backlog: int,
         store_after: int,
@@ -103,9 +103,9 @@ class ChainMachine(RuleBasedStateMachine):
     ) -> None:
         """Begin with ``stored`` chunks offered, so that tiers may be full."""
         chain = ChainOptions(
-            promote=promote,
             write_through_backlog_bytes=write_through_backlog,
             memory=0 if kinds[0] == "memory" else None,
+            gpu_has=lambda _: exclusive,
         )
         self.rig = rig = ChainRig(self.path / "kv", Setup(kinds, chain, store_backlog, store_after))
         rig.seen = SEEN

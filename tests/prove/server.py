@@ -434,11 +434,7 @@ class Server:
             world_size=len(self.ranks),
             slot_bytes=lambda key: self.namespace.slot_bytes(key_group(key)),
             store_backlog_bytes=backlog_bytes,
-            chain=ChainOptions(
-                promote=memory is not None,
-                write_through_backlog_bytes=backlog_bytes,
-                memory=None if memory is None else 0,
-            ),
+            chain=ChainOptions(write_through_backlog_bytes=backlog_bytes, memory=None if memory is None else 0),
         )
 
     def _open_tier(self, position: int) -> kinds.AnyTier:

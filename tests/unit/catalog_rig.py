@@ -50,7 +50,7 @@ class Chain:
         file_slots: int = 64,
         buckets: int = 0,
         world_size: int = 1,
-        promote: bool = True,
+        exclusive: bool = False,
         write_through_backlog_slots: int = 1000,
         store_backlog_slots: int = 1000,
         store_after: int = 1,
@@ -60,7 +60,9 @@ class Chain:
         self.now_s = 100.0
         self.world_size = world_size
         self.store_of_bucket = MemoryStore()
-        self.tiers: list[MemoryTier | SlabTier | SharedTier] = [self._memory(memory_slots)]
+        memory = self._memory(memory_slots)
+        memory.is_exclusive = exclusive
+        self.tiers: list[MemoryTier | SlabTier | SharedTier] = [memory]
         if file_slots:
             self.tiers.append(self._file(path, file_slots))
         for _ in range(buckets):
@@ -71,7 +73,9 @@ class Chain:
             slot_bytes=lambda key: self._slot_sizes[key in keys(*large)],
             store_backlog_bytes=store_backlog_slots * SLOT,
             chain=ChainOptions(
-                promote=promote, write_through_backlog_bytes=write_through_backlog_slots * SLOT, memory=MEMORY
+                write_through_backlog_bytes=write_through_backlog_slots * SLOT,
+                memory=MEMORY,
+                gpu_has=lambda _: exclusive,
             ),
             store_after=store_after,
         )

@@ -41,12 +41,12 @@ def file_refusal(tmp_path: Path, text: str) -> str:
 
 
 def test_a_chain_is_read_and_rendered_back() -> None:
-    memory = {**MEMORY_TIER, "promote": False, "lazy": False}
+    memory = {**MEMORY_TIER, "lazy": False}
     options = {"drain_timeout": "1500ms", "store_after": 255, "slow_hits": "take"}
     config = parse_config({**options, "tiers": [memory, SHARED_DIR_TIER, S3_TIER]})
     assert (config.drain_timeout_s, config.store_after, config.slow_hits) == (1.5, 255, "take")
     assert config.memory is not None
-    assert (config.memory.capacity_bytes, config.memory.promote) == (32 << 30, False)
+    assert (config.memory.capacity_bytes, config.memory.lazy) == (32 << 30, False)
     assert config.to_dict()["tiers"][0] == memory
     assert parse_config(config.to_dict()) == config
 
@@ -68,7 +68,7 @@ def test_values_are_normalised(field: str, written: str, kept: str) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     # a tier, where, what is said
-    ({**MEMORY_TIER, "promte": True}, "promte", "unknown field (did you mean 'promote'?); allowed: kind, capacity, "),
+    ({**MEMORY_TIER, "lasy": True}, "lasy", "unknown field (did you mean 'lazy'?); allowed: kind, capacity, "),
     ({**SLAB_TIER, "path": "kv"}, "path", "'kv' is refused; allowed: an absolute path, such as /mnt"),
     ({**SLAB_TIER, "capacity": True}, "capacity", "True is not a size; allowed: "),
     ({**SLAB_TIER, "threads": 1000}, "threads", "1000 is refused: input should be less than or equal to 256"),

@@ -450,7 +450,7 @@ def test_no_pin_is_left_whatever_happens(make: MakeChain, seed: int) -> None:
         memory_slots=chance.choice([2, 6]),
         file_slots=chance.choice([0, 3, 12]),
         buckets=chance.random() < 0.7,
-        promote=chance.random() < 0.8,
+        exclusive=chance.random() < 0.5,
         write_through_backlog_slots=chance.choice([1, 4, 100]),
         store_backlog_slots=chance.choice([2, 100]),
         store_after=chance.choice([1, 1, 2]),
@@ -507,7 +507,7 @@ def test_what_a_request_computes_without_an_answer_stays_out_of_that_tier(make: 
 
 
 def test_a_chunk_whose_slot_is_still_read_there_holds_up_no_other(make: MakeChain) -> None:
-    chain = make(promote=False)
+    chain = make(exclusive=True)
     chain.store(1)
     chain.write_through()
     chain.tiers[MEMORY].drop(key(1))
@@ -517,6 +517,26 @@ def test_a_chunk_whose_slot_is_still_read_there_holds_up_no_other(make: MakeChai
     assert chain.write_through() == [(key(2), MEMORY, FILE)]
     chain.catalog.report(load.ticket, 1, {}, chain.now_s)
     assert chain.write_through() == [(key(1), MEMORY, FILE)]
+
+
+def test_memory_gives_up_what_is_saved_and_takes_it_when_it_leaves_the_gpu(make: MakeChain) -> None:
+    chain = make(memory_slots=4, exclusive=True)
+    chain.store(1, 2, 3, 4)
+    assert len(chain.write_through()) == 4
+    assert [chain.holders(number) for number in (3, 4)] == [[MEMORY, FILE], [FILE]], "no longer nearly full"
+    grant = chain.catalog.prepare_load(keys(4), chain.now_s)
+    assert not grant.promotion_slots, "the GPU has it then"
+    chain.report(grant.ticket)
+    store = chain.catalog.reserve(keys(1, 4), chain.now_s, leaving=keys(1, 4))
+    assert store is not None
+    assert [(key, place.tier) for key, place in zip(store.keys, store.locations, strict=True)] == [(key(4), MEMORY)]
+    chain.report(store.ticket)
+    chain.store(5)
+    assert chain.holders(1) == [MEMORY, FILE], "leaving counts as a use"
+    chain.load(1)
+    assert chain.holders(1) == [FILE], "the GPU has it again"
+    chain.load(5)
+    assert chain.holders(5) == [MEMORY], "the file waits for it"
 
 
 def test_what_begins_late_keeps_those_behind_it(make: MakeChain) -> None:

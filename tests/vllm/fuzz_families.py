@@ -81,7 +81,11 @@ def start_family(
         "lazy": [{**memory, "lazy": True, "capacity": "648KiB"}],
         "slab": [slab],
         "tree": [tree_tier(path / "tree")],
-        "chain": [{**memory, "capacity": "512KiB"}, slab_tier(path / "slab", "1MiB"), tree_tier(path / "tree")],
+        "chain": [
+            {**memory, "lazy": True, "capacity": "512KiB"},
+            slab_tier(path / "slab", "1MiB"),
+            tree_tier(path / "tree"),
+        ],
     }[medium]
     options: dict[str, Any] = {"prefix_match_unit": family.hash_tokens} if family.hash_tokens else {}
     if family.adapters:

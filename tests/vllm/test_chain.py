@@ -33,9 +33,9 @@ PROMPTS = chunk_prompts(6, seed=801)
 ALL_TOKENS = len(PROMPTS) * FULL_TOKENS
 SOURCES = "vllm:prompt_tokens_cached_by_source"
 CHUNKS = "vllm:nixl_offload_chunks"
-SMALL = {"kind": "memory", "capacity": "8MiB"}
+SMALL = {"kind": "memory", "capacity": "8MiB", "lazy": False}
 """Room for 7 chunks of TINY; ``PROMPTS`` have 24."""
-LARGE = {"kind": "memory", "capacity": "64MiB"}
+LARGE = {"kind": "memory", "capacity": "64MiB", "lazy": False}
 
 
 def sources(engine: Engine) -> dict[str, float]:

@@ -30,7 +30,7 @@ from tests.vllm.test_chain import from_where
 
 FULL_TOKENS = 2 * MAX_BATCHED_TOKENS
 CHUNKS = FULL_TOKENS // CHUNK_TOKENS
-MEMORY = {"kind": "memory", "capacity": "10MiB"}
+MEMORY = {"kind": "memory", "capacity": "10MiB", "lazy": False}
 """Room for 9 chunks of TINY; half of it for one prefetch."""
 OTHERS = 3
 """So many prompts take all of memory."""

@@ -37,7 +37,7 @@ PROMPTS: Final = chunk_prompts(2, seed=301)
 LATER: Final = chunk_prompts(2, seed=302)
 CHUNKS: Final = PROMPT_CHUNKS * len(PROMPTS)
 ONE_HEAD: Final = dataclasses.replace(TINY, kv_heads=1)
-MEMORY: Final = {"kind": "memory", "capacity": "64MiB"}
+MEMORY: Final = {"kind": "memory", "capacity": "64MiB", "lazy": False}
 Start = Callable[..., Engine]
 
 
