@@ -41,10 +41,13 @@ class Location(NamedTuple):
 
 
 class LookupContext(NamedTuple):
-    """The request that looks a key up, and the token of the request at which the key ends (None: unknown)."""
+    """The request that looks a key up, the token of the request at which the key ends (None: unknown), and whether the
+    request waits for storage to answer. If not, unknown keys count as absent, and its searches go on.
+    """
 
     request_id: str
     end_token: int | None = None
+    waits: bool = True
 
 
 class Lookup(Enum):

@@ -276,7 +276,7 @@ class Catalog:
         locations: list[Location] = []
         refused: set[tuple[int, int]] = set()
         is_full = False
-        doubtful = tuple(position for position, tier in self._numbered if request_id and tier.doubts(request_id))
+        doubtful = tuple(position for position, tier in self._numbered if request_id and not tier.answered(request_id))
         found = list(zip(keys, self._states(keys, doubtful), strict=True))
         if ready := [each for each in found if _READY in each[1]]:  # before a reservation can evict them
             for tier in self.tiers:

@@ -155,7 +155,7 @@ class LookupOptions(_Model):
     """How this server asks what a tier holds that other servers write to as well."""
 
     timeout_s: DurationSeconds = Field(default=_written("1s"), alias="timeout")
-    """How long a request waits for the answer. What is not known by then counts as absent."""
+    """How long a request waits for the answer at most. What is not known by then counts as absent."""
     present_for_s: DurationSeconds = Field(default=_written("10m"), alias="present_for")
     """How long a chunk that was found counts as present. If it is deleted meanwhile, a load fails."""
     absent_for_s: DurationSeconds = Field(default=_written("10s"), alias="absent_for")

@@ -33,6 +33,9 @@ class Store(ABC):
     where: str
     """The bucket or directory, for people: ``s3://bucket/prefix at https://…``."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.where})"
+
     @abstractmethod
     def head(self, name: str) -> ObjectInfo | None:
         """Return the object's metadata, None if it is absent."""

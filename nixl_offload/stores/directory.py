@@ -296,9 +296,6 @@ class TreeStore(TreeFiles, Store):
         with self.translating("make the directory"):
             os.makedirs(self.root, mode=0o700, exist_ok=True)
 
-    def __repr__(self) -> str:
-        return f"TreeStore({self.where})"
-
     def head(self, name: str) -> ObjectInfo | None:
         path = self.path(name)
         with self.translating(f"look at {name}"), suppress(*_ABSENT):

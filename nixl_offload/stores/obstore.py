@@ -82,9 +82,6 @@ class BucketStore(Store):
         self._closed = False
         self._direct = DirectGets(timeout_s=tier.request_timeout_s, tls=self._address.tls_context)
 
-    def __repr__(self) -> str:
-        return f"BucketStore({self.where})"
-
     def head(self, name: str) -> ObjectInfo | None:
         """Return the object's metadata, None if it is absent. A missing bucket gives None too; a write reports it."""
 

@@ -108,6 +108,11 @@ class Tier:
     timed_reads: Sequence[tuple[int, float]] = ()
     """Bytes and seconds of reads that were timed when the tier was opened. The reader empties it."""
 
+    found: float = 0.0
+    """The part of their chunks that searches have found of late; 0 if the tier never searches."""
+    search_s: float = 0.0
+    """How long a search takes of late."""
+
     @property
     def is_looking(self) -> bool:
         """Whether a request is waiting for the storage to answer a lookup."""
@@ -186,9 +191,9 @@ class Tier:
     def forget_request(self, request_id: str) -> None:
         """No more lookups will come for this request."""
 
-    def doubts(self, request_id: str) -> bool:
-        """Whether a lookup of this request went unanswered. The request stores nothing there, to avoid duplicates."""
-        return False
+    def answered(self, request_id: str) -> bool | None:
+        """Whether the lookups of this request were answered; None: not yet. Before, it stores nothing there."""
+        return True
 
     def after_store(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
         """Called when a store has been settled (committed or aborted): record whether the storage worked."""

@@ -77,18 +77,9 @@ def _link_shared_dir(config: SharedDirConfig, place: Place, rank: int, mover: Mo
     )
 
 
-def _link_s3(config: S3Config, place: Place, rank: int, mover: Mover) -> ObjectLink:
-    where = f"s3://{config.bucket}/{config.prefix}"
-    return ObjectLink(where, namespace_name(place.namespace), mover, time.monotonic)
-
-
 def _inspect_shared_dir(config: SharedDirConfig) -> SharedInspector:
     require_directory(Path(config.path))
     return SharedInspector(TreeStore(config.path), kind=config.kind, capacity_bytes=config.capacity_bytes)
-
-
-def _inspect_s3(config: S3Config) -> SharedInspector:
-    return SharedInspector(open_store(config), kind=config.kind, capacity_bytes=config.capacity_bytes)
 
 
 # By kind; the functions take the config, and the place, of that kind.
@@ -101,12 +92,14 @@ _TIERS: Final[dict[str, Callable[[Any, TierContext], AnyTier]]] = {
 _LINKS: Final[dict[str, Callable[[Any, Any, int, Mover], Link]]] = {
     "slab": open_slab_link,
     "shared_dir": _link_shared_dir,
-    "s3": _link_s3,
+    "s3": lambda config, place, rank, mover: ObjectLink(
+        config.where, namespace_name(place.namespace), mover, time.monotonic
+    ),
 }
 _INSPECTORS: Final[dict[str, Callable[[Any], Inspector]]] = {
     "slab": SlabInspector,
     "shared_dir": _inspect_shared_dir,
-    "s3": _inspect_s3,
+    "s3": lambda config: SharedInspector(open_store(config), kind="s3", capacity_bytes=config.capacity_bytes),
 }
 
 

@@ -13,7 +13,7 @@ A retired slot is never used again.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 
@@ -211,13 +211,6 @@ class SlotAllocator:
     def retired_bytes(self) -> int:
         """Bytes of retired slots, per rank."""
         return sum(-(-size // self.places.replicas.get(size, 1)) for size in self._retired.values())
-
-    def __iter__(self) -> Iterator[tuple[Key, int, int]]:
-        """Yield the chunks that have slots, each with offset and slot size. For checks."""
-        for size, each in self._classes.items():
-            for number, extent in each.extents.items():
-                for slot, key in extent.keys.items():
-                    yield key, number * self._stride + slot * size, size
 
     def allocate(self, key: Key, slot_bytes: int) -> int | None:
         """Give a free slot to ``key`` and return its byte offset; None when the size has no room and the pool is empty.

@@ -31,7 +31,7 @@ from nixl_offload.vllm.adapters import AdapterName, AdapterTable, adapter_of
 from nixl_offload.vllm.hints import Hints
 from nixl_offload.vllm.identity import has_lasting_keys
 from nixl_offload.vllm.lazy_stores import LazyStores
-from nixl_offload.vllm.load_decision import Hit
+from nixl_offload.vllm.load_decision import Hit, weight_of
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.messages import NOTHING, RankGeometry, StepMetadata, WorkerReport
 from nixl_offload.vllm.vllm_internals import resets_for_pause
@@ -66,8 +66,8 @@ class NixlOffloadScheduler(MendedScheduler):
         super().__init__(spec, vllm_config, kv_cache_config)
         self._progress_s = time.monotonic()
         """When storage last made progress: ranks were given work or reported some, or a request asked."""
-        self._waiting: set[str] = set()
-        """Requests that have no blocks yet and have not ended."""
+        self._waiting: dict[str, bool] = {}
+        """Requests that have no blocks yet and have not ended -> whether they wait for the GPU, not for storage."""
         self._running = 0
         """How many requests the last step runs."""
         self._hints = Hints(self.offload_manager, self.config)
@@ -145,7 +145,7 @@ class NixlOffloadScheduler(MendedScheduler):
         state = self._state(request)
         if request.lora_request is not None:
             self._awaits_adapter(state)  # hints look at its keys
-        self._waiting.add(request.request_id)
+        self._waiting[request.request_id] = True
         self._refuse_worthless_keys(state)
         extra = request.sampling_params.extra_args if request.sampling_params is not None else None
         if extra and extra.get("diffusion_read_only"):  # vLLM ends it without computing what it has generated
@@ -224,6 +224,7 @@ class NixlOffloadScheduler(MendedScheduler):
     ) -> None:
         """Keep an answer for ``seconds``, or until something changes; longer while many long prompts wait."""
         manager, now_s = self.offload_manager, time.monotonic()
+        self._waiting[state.req.request_id] = found is not None
         until_s = now_s + max(seconds, LOOKUPS_PART * len(self._waiting) * (now_s - self._asked_s))
         is_looking = found is None and manager.is_looking
         notes_of(state.req_context).answer = Answer(
@@ -270,8 +271,7 @@ class NixlOffloadScheduler(MendedScheduler):
             Hit(tiers, computed_tokens, found, self.chunk_tokens, self._windows),
             notes_of(state.req_context).load,
             time.monotonic(),
-            waiting=len(self._waiting) - (state.req.request_id in self._waiting),
-            running=self._running,
+            weight=self._weight(state),
         )
 
     def _fetches(self, state: RequestOffloadState, computed_tokens: int, tokens: int) -> bool:
@@ -281,7 +281,13 @@ class NixlOffloadScheduler(MendedScheduler):
         if name in moves.fetches or not manager.decider.is_long(load, now_s):
             return False
         keys = self.hit_keys(state, computed_tokens + tokens)[computed_tokens // self.chunk_tokens :]
-        return moves.fetch(name, cast("list[Key]", keys), now_s, manager.allowed_tiers(state.req_context))
+        begun = moves.fetch(name, cast("list[Key]", keys), now_s, manager.allowed_tiers(state.req_context))
+        self._waiting[name] = not begun
+        return begun
+
+    def _weight(self, state: RequestOffloadState) -> float:
+        waiting = sum(self._waiting.values()) - self._waiting.get(state.req.request_id, False)
+        return weight_of(waiting, self._running)
 
     def _ask_vllm(self, state: RequestOffloadState, computed_tokens: int, most: int | None) -> int | None:
         return super().get_num_new_matched_tokens(state.req, computed_tokens, most)[0]
@@ -295,18 +301,23 @@ class NixlOffloadScheduler(MendedScheduler):
         found = self._ask_vllm(state, question.computed_tokens, limit)
         if found is not None:
             return found
+        manager, notes, now_s = self.offload_manager, notes_of(state.req_context).load, time.monotonic()
         awaited, before_tokens = self.chunk_being_loaded(state, question.computed_tokens)
+        first_token = question.computed_tokens + before_tokens
         if awaited is None and not state.transfer_jobs:
-            # It waits for a tier's lookup, or for another request's store. Both have limits of their own.
+            # It waits for a tier's lookup, or for another request's store, which has a limit of its own.
+            most = Hit((), first_token, state.req.num_tokens - first_token, self.chunk_tokens, self._windows)
+            tiers, weight = manager.catalog.tiers, self._weight(state)
+            if notes.waits and not manager.decider.may_wait(most, tiers, notes, now_s, weight=weight):
+                return self._ask(state, question, limit)  # for what is known
             self._answer(state, question, None, WAIT_ANSWER_S)
             return None
-        manager, first_token = self.offload_manager, question.computed_tokens + before_tokens
         left_s = manager.decider.wait_left_s(
             None if awaited is None else manager.where((awaited,))[0],
             state.req.num_tokens - first_token,
             first_token,
-            notes_of(state.req_context).load,
-            time.monotonic(),
+            notes,
+            now_s,
         )
         if left_s > 0:
             self._answer(state, question, None, WAIT_ANSWER_S if awaited is None else left_s, awaited)
@@ -329,7 +340,7 @@ class NixlOffloadScheduler(MendedScheduler):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's. The request's lookup is counted now that it is scheduled: once, however often it asked."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self._waiting.discard(request.request_id)
+        self._waiting.pop(request.request_id, None)
         self.offload_manager.catalog.moves.end_fetch(request.request_id)
         state = self._state(request)
         notes = notes_of(state.req_context)
@@ -337,8 +348,8 @@ class NixlOffloadScheduler(MendedScheduler):
             self._allocated[request.request_id] = state, num_external_tokens > 0
         if notes.looked_up_tokens:
             self.offload_manager.metrics.looked_up(notes.looked_up_tokens, notes.load.parts, notes.load.loaded_tokens)
-        notes.answer, notes.looked_up_tokens, notes.load.waits_since_s = None, 0, None  # it may wait again
-        notes.room_by_s = 0.0
+        notes.answer, notes.looked_up_tokens, notes.load.waits_since_s = None, 0, None
+        notes.load.waits, notes.room_by_s = True, 0.0  # it may wait again
 
     # A step is scheduled, and its outcome is heard.
 
@@ -438,7 +449,7 @@ class NixlOffloadScheduler(MendedScheduler):
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """As vLLM's."""
-        self._waiting.discard(request.request_id)
+        self._waiting.pop(request.request_id, None)
         return super().request_finished(request)
 
     def has_pending_push_work(self) -> bool:

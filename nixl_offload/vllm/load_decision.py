@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
+    from nixl_offload.tiers.base import Tier
     from nixl_offload.types import Location
     from nixl_offload.vllm.messages import LoadSample
 
@@ -69,6 +70,11 @@ Decision = Literal["taken", "skipped", "unknown", "trial"]
 """The decision about a tier's part of a hit. skipped: computing is expected to be faster. unknown: computed, because a
 speed is not known yet and ``LOADS_AT_ONCE`` loads are out. trial: loaded although the tier was judged too slow.
 """
+
+
+def weight_of(waiting: int = 0, running: int = 0) -> float:
+    """Return how many times a prefill counts: it delays requests that wait for the GPU, and those that decode."""
+    return 1.0 + waiting + min(_RUNNING_WEIGHT * running, _MOST_RUNNING)
 
 
 class _Line:
@@ -277,6 +283,8 @@ class LoadNotes:
     parts: Sequence[Part] = ()
     trial: int | None = None
     """The tier that this load tries although it was judged too slow."""
+    waits: bool = True
+    """Whether it waits for lookups."""
 
 
 class LoadDecider:
@@ -293,15 +301,12 @@ class LoadDecider:
         self.counts: Counter[tuple[str | int, ...]] = Counter()
         """Decisions since the start, counted in requests."""
 
-    def tokens_to_load(
-        self, hit: Hit, notes: LoadNotes, now_s: float, *, waiting: int = 0, running: int = 0
-    ) -> int | None:
+    def tokens_to_load(self, hit: Hit, notes: LoadNotes, now_s: float, *, weight: float = 1.0) -> int | None:
         """Return how many of a hit's tokens to load, from its beginning. The same hit gets the same answer.
 
         None: ask again in a later step, when loads that are out have shown how fast a tier is. Without this wait, most
         requests that reach an idle server together would be computed, however fast the tier.
-        ``waiting``: how many other requests wait for the GPU, not for a load. ``running``: how many decode. A prefill
-        delays both.
+        ``weight``: how many times computing counts.
         """
         if notes.found == (hit.first_token, hit.tokens):
             return notes.loaded_tokens
@@ -317,7 +322,6 @@ class LoadDecider:
                 tokens = sum(part.tokens for part in parts[allowed:])
                 if self.wait_left_s(parts[allowed].tier, tokens, context_tokens, notes, now_s) > 0:
                     return None
-            weight = 1.0 + waiting + min(_RUNNING_WEIGHT * running, _MOST_RUNNING)
             taken, notes.trial = self._choose(parts, allowed, hit.first_token, now_s, weight)
         notes.found, notes.parts = (hit.first_token, hit.tokens), parts
         notes.loaded_tokens = sum(part.tokens for part in parts[:taken])
@@ -341,6 +345,25 @@ class LoadDecider:
         limit_s = self.prefill.seconds(tokens, context_tokens)
         oldest_s = 0.0 if tier is None else self._tiers[tier].oldest_s(now_s)
         return (WAIT_S if limit_s is None else limit_s) - max(oldest_s, now_s - notes.waits_since_s)
+
+    def may_wait(self, most: Hit, tiers: Iterable[Tier], notes: LoadNotes, now_s: float, *, weight: float) -> bool:
+        """Whether a request may wait on for a lookup: while that takes less than what a hit can be expected to save.
+
+        ``most``: all that could be found. If the answer is False, it stays so.
+        """
+        if not self._skips_slow or not notes.waits:
+            return notes.waits
+        if notes.waits_since_s is None:
+            notes.waits_since_s = now_s
+        prefill_s = self.prefill.seconds(most.tokens, most.first_token)
+        compute_s, waited_s = WAIT_S if prefill_s is None else weight * prefill_s, now_s - notes.waits_since_s
+        sizes = [(size, most.windows.get(group, most.tokens)) for group, size in self._token_bytes.items()]
+        size_bytes = round(sum(size * min(tokens, most.tokens) for size, tokens in sizes))
+        notes.waits = False
+        for tier, speed in zip(tiers, self._tiers, strict=True):
+            load_s = 0.0 if speed.may_try(now_s) else speed.seconds(size_bytes, now_s) / _TOLERANCE
+            notes.waits |= tier.found * (compute_s - load_s) > max(tier.search_s, waited_s)
+        return notes.waits
 
     def observe_reads(self, tier: int, reads: Iterable[tuple[int, float]], now_s: float) -> None:
         """Learn from the bytes and seconds of reads that no request waited for, unless loads were before."""

@@ -210,7 +210,7 @@ class NixlOffloadManager(OffloadingManager):
         notes = notes_of(req_context)
         if self._reopens or not notes.loads or not notes.knows_keys:
             return LookupResult.MISS
-        context = LookupContext(req_context.req_id, req_context.get_offload_key_position(key))
+        context = LookupContext(req_context.req_id, req_context.get_offload_key_position(key), notes.load.waits)
         return _ANSWERS[self.catalog.lookup(Key(key), time.monotonic(), context, self.allowed_tiers(req_context))]
 
     def leading_hits(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:

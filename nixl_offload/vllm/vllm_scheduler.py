@@ -448,8 +448,11 @@ class MendedScheduler(OffloadingConnectorScheduler):
             stored = group.next_stored_chunk_idx
             # The first test is quick. The second leaves out a draft's last chunk, which may still change.
             has_chunk = storable // config.tokens_per_chunk > stored
-            if state.req.is_finished() or (has_chunk and state.storable_chunks(config, group, storable) > stored):
+            if state.req.is_finished():
                 return True
+            if has_chunk and state.storable_chunks(config, group, storable) > stored:
+                tiers = cast("Any", self).offload_manager.catalog.tiers
+                return all(tier.answered(request_id) is not None for tier in tiers)
         return False
 
 

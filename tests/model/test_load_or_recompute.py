@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from nixl_offload.types import Location
-from nixl_offload.vllm.load_decision import MIN_TOKENS, Hit, LoadDecider, LoadNotes
+from nixl_offload.vllm.load_decision import MIN_TOKENS, Hit, LoadDecider, LoadNotes, weight_of
 from nixl_offload.vllm.messages import LoadSample
 
 TOKEN_BYTES = 128 << 10
@@ -75,7 +75,7 @@ class Rule(Policy):
     def choose(self, request: Request, waiting: int, running: int, now_s: float) -> int | None:
         tokens, notes = request.hit_tokens, self._notes[request.number]
         hit = Hit((0,), 0, tokens, tokens, {})
-        loaded_tokens = self._rule.tokens_to_load(hit, notes, now_s, waiting=waiting, running=running)
+        loaded_tokens = self._rule.tokens_to_load(hit, notes, now_s, weight=weight_of(waiting, running))
         if loaded_tokens:
             self._rule.begin_load(request.number, [Location(0, 0, loaded_tokens * TOKEN_BYTES)], notes, now_s)
         return loaded_tokens

@@ -18,6 +18,7 @@ from nixl_offload.vllm.load_decision import (
     LoadDecider,
     LoadNotes,
     PrefillSpeed,
+    weight_of,
 )
 from nixl_offload.vllm.messages import LoadSample
 
@@ -71,7 +72,7 @@ class Asked(LoadDecider):
         """Return how many of a hit's chunks are loaded. ``runs``: tier and number of chunks."""
         tiers = [tier for tier, count in runs or [(0, 1)] for _ in range(count)]
         hit = Hit(tiers, first_token, len(tiers) * CHUNK_TOKENS, CHUNK_TOKENS, windows or {})
-        tokens = self.tokens_to_load(hit, notes or LoadNotes(), now_s, **others)
+        tokens = self.tokens_to_load(hit, notes or LoadNotes(), now_s, weight=weight_of(**others))
         return None if tokens is None else tokens // CHUNK_TOKENS
 
     def estimate(self, size: int = 1, now_s: float = 0.0) -> float:
@@ -318,6 +319,29 @@ def test_how_much_of_a_hit_is_taken(
 ) -> None:
     """Tiers whose loads take this many times as long as computing."""
     assert Asked(*speeds).ask(*runs, **others) == chunks
+
+
+@pytest.mark.parametrize(
+    ("speed", "found", "search_s", "waited_s", "now_s", "others", "waits"),
+    [
+        # A hit saves half of the time of computing, if there is one,
+        (0.5, 1.0, 0.4, 0.0, 1.0, {}, True),
+        (0.5, 0.7, 0.4, 0.0, 1.0, {}, False),
+        (0.5, 1.0, 0.4, 0.6, 1.0, {}, False),
+        (0.5, 1.0, 0.6, 0.0, 1.0, {}, False),
+        # more while others wait, and nothing if the tier is slow, until that is tried anew.
+        (0.5, 0.7, 0.4, 0.0, 1.0, {"waiting": 1}, True),
+        (2.0, 1.0, 0.0, 0.0, 1.0, {}, False),
+        (2.0, 1.0, 0.9, 0.0, 31.0, {}, True),
+    ],
+)
+def test_a_lookup_is_waited_for_while_it_may_save_time(
+    speed: float, found: float, search_s: float, waited_s: float, now_s: float, others: Mapping[str, int], waits: bool
+) -> None:
+    """Speeds and times are multiples of the time of computing."""
+    tiers: Any = [SimpleNamespace(found=found, search_s=search_s * CHUNK_S)]
+    notes, most = LoadNotes(waits_since_s=now_s - waited_s * CHUNK_S), Hit((), 0, CHUNK_TOKENS, CHUNK_TOKENS, {})
+    assert Asked(speed).may_wait(most, tiers, notes, now_s, weight=weight_of(**others)) == notes.waits == waits
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,24 @@ def test_requests_share_questions(make: MakeRig, store: MemoryStore) -> None:
     assert rig.heads() == len(keys)
 
 
+def test_who_does_not_wait_is_answered_later(make: MakeRig, store: MemoryStore) -> None:
+    """Where nothing was found for a while, by one question; what is found makes the next ones ask more."""
+    rig, gate = make(), Gate()
+    for number in range(12):
+        assert rig.hits(f"r{number}", keys_of(5, 100 * number)) == 0
+    asked, store.before = rig.heads(), gate
+    assert rig.ask("a", keys_of(5)) == [Lookup.MISS], "known"
+    assert rig.ask("b", keys_of(5, 2000)) == [Lookup.RETRY] * 5
+    assert rig.tier.lookup(key_of(2000), LookupContext("b", 16, waits=False), rig.now()) is Lookup.MISS
+    assert rig.tier.answered("b") is None
+    gate.open()
+    rig.settle()
+    assert rig.tier.answered("b")
+    assert rig.heads() == asked + 1
+    assert 0.0 < rig.tier.found < 0.1
+    assert rig.tier.search_s > 0.0
+
+
 def test_objects_of_another_size_are_absent(make: MakeRig) -> None:
     rig, keys = make(), keys_of(4)
     rig.put(*keys)
@@ -364,20 +382,20 @@ def test_a_request_that_was_not_answered_doubts_the_store(make: MakeRig, store: 
     rig, keys = make(timeout="20s"), keys_of(8)
     rig.put(*keys[:4])
     assert rig.hits("answered", keys) == 4
-    assert not rig.tier.doubts("answered")
+    assert rig.tier.answered("answered")
     gate = store.before = Gate()
     assert rig.ask("late", keys_of(8, first=100))[0] is Lookup.RETRY
     rig.ahead_s += 21.0
     assert rig.hits("late", keys_of(8, first=100)) == 0
     gate.open()
-    assert rig.tier.doubts("late")
+    assert rig.tier.answered("late") is False
     rig.ahead_s += 5.0
     rig.wait_for(lambda: 1 if rig.tier.in_use else None)
     store.before = refuse
     rig.wait_for(lambda: 1 if rig.hits("refused", keys_of(8, first=200)) == 0 and not rig.tier.in_use else None)
     assert rig.ask("disabled", keys) == [Lookup.MISS]
-    assert rig.tier.doubts("disabled")
-    assert not rig.tier.doubts("answered")
+    assert rig.tier.answered("disabled") is False
+    assert rig.tier.answered("answered")
     store.before = answer
     rig.ahead_s += 5.0
     rig.wait_for(lambda: 1 if rig.tier.in_use else None)
@@ -388,7 +406,7 @@ def test_a_request_that_was_not_answered_doubts_the_store(make: MakeRig, store: 
     assert ticket is not None
     catalog.report(ticket.ticket, 1, {}, rig.now())
     rig.tier.forget_request("disabled")
-    assert not rig.tier.doubts("disabled")
+    assert rig.tier.answered("disabled")
 
 
 # Stores and loads
@@ -424,7 +442,7 @@ def test_while_ranks_cannot_load_one_request_now_and_then_tries(make: MakeRig) -
     asked = rig.heads()
     assert rig.ask("d", keys_of(1, 950)) == [Lookup.MISS], "nor is it worth a question"
     assert rig.heads() == asked
-    assert not rig.tier.doubts("d"), "what it computes can be stored"
+    assert rig.tier.answered("d"), "what it computes can be stored"
     rig.ahead_s = 6.0
     assert rig.ask("e", keys) == [Lookup.HIT] * 50
     assert rig.ask("d", keys) == [Lookup.MISS]

@@ -16,7 +16,6 @@ import pytest
 from nixl_offload.identity.weights import digest_files
 from nixl_offload.movers.base import MemoryRegion, Op, TransferState, open_file
 from nixl_offload.movers.threaded import CopyMover
-from nixl_offload.tiers.shared.naming import StoredShard
 from nixl_offload.tiers.shared.prober import Prober
 from nixl_offload.tiers.shared.search import Search, SearchKind
 from nixl_offload.vllm.rank_tiers import RankTiers
@@ -88,19 +87,17 @@ def test_a_shared_tier_looks_when_there_are_threads_again(shortage: Shortage) ->
     (key,), store = keys_of(1), MemoryStore()
     store.put(key.hex())
     ended: list[object] = []
-    prober = Prober(
-        store, witness_of=lambda key: StoredShard(key.hex(), SLOT), on_answer=ended.append, on_end=ended.append
-    )
+    prober = Prober(store, witness_of=lambda key: (key.hex(), SLOT), on_answer=ended.append, on_end=ended.append)
     with contextlib.closing(prober):
         shortage()
         prober.search(Search(SearchKind.CHAIN, [key]))
         prober.do(lambda store: store.head("a"), lambda error: ended.append("a"))
-        prober.take_in(9)
+        prober.take_in()
         assert not ended
         shortage(refused=0)
 
         def have_all_come() -> bool:
-            prober.take_in(9)
+            prober.take_in()
             return len(ended) == 3
 
         until(have_all_come)

@@ -25,6 +25,7 @@ class MockedManager:
         prefill=SimpleNamespace(scheduled=lambda *_: None, ended=lambda *_: None),
         tokens_to_load=lambda hit, *_, **__: hit.tokens,
         wait_left_s=lambda *_: 60.0,
+        may_wait=lambda *_, **__: True,
     )
     """Loads every hit."""
     will_store = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +19,14 @@ import pytest
 from nixl_offload.vllm import connector_scheduler, load_decision
 from nixl_offload.vllm.connector_scheduler import IDLE_STEP_S, PATIENCE_S, STUCK_AFTER_S, STUCK_STEP_S
 from nixl_offload.vllm.messages import TicketReport
+from tests.unit.engine_rig import until
 from tests.vllm import manager_rig
 from tests.vllm.manager_rig import BLOCKS_PER_CHUNK, CHUNK_TOKENS, Rig
 
 CHUNKS = 4
 BLOCKS = list(range(1, (CHUNKS + 2) * BLOCKS_PER_CHUNK))
 PROMPT = range(CHUNKS * CHUNK_TOKENS + 5)
+OTHER_PROMPT = range(5000, 5000 + len(PROMPT))
 LONG_PROMPT = range((CHUNKS + 1) * CHUNK_TOKENS + 5)
 NOT_YET = (None, False)
 WHOLE = (CHUNKS * CHUNK_TOKENS, True)
@@ -116,6 +119,27 @@ def test_a_preempted_request_that_loads_nothing_does_not_wait_for_its_stores(hal
     assert compute(half, "preempted", (CHUNKS + 1) * CHUNK_TOKENS).store_jobs
     half.step(preempted_req_ids={"preempted"})
     assert half.ask("preempted") == (0, False)
+
+
+def test_who_waits_for_storage_does_not_wait_for_the_gpu(half: Rig, load: int) -> None:
+    """Two that did would make a load worth its time that takes three times as long as computing."""
+    half.arrive("other", OTHER_PROMPT)
+    half.store_keys(half.keys("other"))
+    manager_rig.observe(half.manager, 0.075)  # behind the load that is under way
+    for name in "waits", "waits, too":
+        half.arrive(name, PROMPT)
+        assert half.ask(name) == NOT_YET
+    assert half.ask("other") == (0, False)
+
+
+def test_a_lookup_that_saves_nothing_is_not_waited_for(keep: Callable[[Rig], Rig], tmp_path: Path) -> None:
+    """The request stores once it is answered."""
+    half = keep(Rig(manager_rig.config_of(manager_rig.tree_tier(tmp_path))))
+    manager_rig.observe(half.manager, 1.0)
+    half.arrive("new", PROMPT)
+    assert half.ask("new") == (0, False)
+    assert not compute(half, "new", CHUNKS * CHUNK_TOKENS).store_jobs
+    until(lambda: half.step({"new": CHUNKS * CHUNK_TOKENS}).store_jobs)
 
 
 @pytest.mark.parametrize(("is_alone", "answer"), [(False, (0, False)), (True, WHOLE)])

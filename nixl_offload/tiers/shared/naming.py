@@ -31,13 +31,6 @@ class ShardName(NamedTuple):
     shard: int
 
 
-class StoredShard(NamedTuple):
-    """The name and size of a shard in a bucket or a shared directory. A shard of another size is damaged."""
-
-    name: str
-    size_bytes: int
-
-
 def shard_name(namespace: str, key: Key, shard: int) -> str:
     """Return the name of a shard of ``key``."""
     digits = key.hex()
@@ -68,8 +61,9 @@ def is_ours(name: str) -> bool:
     return parse_shard_name(name) is not None or parse_manifest_name(name) is not None
 
 
-def witness_shard(namespace: Namespace, key: Key) -> StoredShard | None:
-    """Return the shard that is looked for to learn whether a chunk exists; None if there is no such KV group.
+def witness_shard(namespace: Namespace, key: Key) -> tuple[str, int] | None:
+    """Return name and bytes of the shard that is looked for to learn whether a chunk exists; None if there is no such
+    KV group. A shard of another size is damaged.
 
     It is one question, not one for each shard. If another shard is missing, the load fails, and the chunk is computed
     and stored again.
@@ -80,4 +74,4 @@ def witness_shard(namespace: Namespace, key: Key) -> StoredShard | None:
     except LookupError:
         return None
     shard = shards[int.from_bytes(key[:4], "big") % len(shards)]
-    return StoredShard(shard_name(namespace.name, key, shard), namespace.shard_bytes(group, shard))
+    return shard_name(namespace.name, key, shard), namespace.shard_bytes(group, shard)

@@ -26,13 +26,12 @@ class Presence(Index):
     check the store.
     """
 
-    __slots__ = ("_absent", "_absent_for_s", "_max_keys", "_present_for_s")
+    __slots__ = ("_absent", "_max_keys", "_present_for_s")
 
-    def __init__(self, *, present_for_s: float, absent_for_s: float, max_keys: int) -> None:
+    def __init__(self, *, present_for_s: float, max_keys: int) -> None:
         """``present_for_s``: no longer than chunks live."""
         super().__init__()
         self._present_for_s = present_for_s
-        self._absent_for_s = absent_for_s
         self._max_keys = max_keys
         self._absent: dict[Key, float] = {}
         """Key -> when it was found to be absent; in order of time."""
@@ -55,13 +54,9 @@ class Presence(Index):
         found = self.find(key)
         return found is not None and (found[0] is not _READY or found[1].offset >= (then_s + self._present_for_s) * 1e6)
 
-    def is_absent(self, key: Key, now_s: float) -> bool:
-        """Whether ``key`` was found to be absent within the last ``absent_for_s``."""
-        return now_s < self._absent.get(key, -math.inf) + self._absent_for_s
-
-    def missed_since(self, key: Key, then_s: float) -> bool:
-        """Whether ``key`` was found to be absent or unusable at ``then_s`` or later."""
-        return self._absent.get(key, -math.inf) >= then_s
+    def missed_s(self, key: Key) -> float:
+        """Return when ``key`` was last found to be absent or unusable; -inf: never, or it has been seen since."""
+        return self._absent.get(key, -math.inf)
 
     # What became known
 
@@ -73,7 +68,7 @@ class Presence(Index):
             self.insert_ready(key, self._fresh(now_s, expires_s))
 
     def missed(self, key: Key, now_s: float) -> bool:
-        """Mark ``key`` absent for ``absent_for_s``. True: it was READY, and is dropped."""
+        """Mark ``key`` absent. True: it was READY, and is dropped."""
         self._absent.pop(key, None)
         self._absent[key] = now_s
         if len(self._absent) > MAX_ABSENT:

@@ -21,7 +21,6 @@ from typing import Final, TypeVar
 from nixl_offload.calls import CallThreads
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import Store
-from nixl_offload.tiers.shared.naming import StoredShard
 from nixl_offload.tiers.shared.search import Search
 from nixl_offload.types import Key
 
@@ -57,7 +56,7 @@ class Prober:
         self,
         store: Store,
         *,
-        witness_of: Callable[[Key], StoredShard | None],
+        witness_of: Callable[[Key], tuple[str, int] | None],
         on_answer: Callable[[KeyProbe], None],
         on_end: Callable[[Search], None],
         ttl_s: float | None = None,
@@ -111,24 +110,21 @@ class Prober:
         """Do ``work`` on a thread, then call ``then`` with its error. Two tasks run at a time."""
         self._tasks.start(partial(self._do, work, then))
 
-    def take_in(self, limit: int) -> None:
-        """Make the callbacks that are due, ``limit`` at most. Retries starting threads if earlier starts failed."""
+    def take_in(self) -> None:
+        """Make the callbacks that are due. Retries starting threads if earlier starts failed."""
         if not self._is_closed:
             self._asking.keep_up()
             self._tasks.keep_up()
-        for _ in range(min(limit, len(self._events))):
+        for _ in range(len(self._events)):
             self._events.popleft()()
 
-    def overdue(self, now_s: float, limit_s: float) -> tuple[set[Key], list[KeyProbe]]:
-        """Return the keys whose questions were sent more than ``limit_s`` ago, and those questions among them that were
-        not returned before.
-        """
+    def overdue(self, now_s: float, limit_s: float) -> list[KeyProbe]:
+        """Return the questions that were sent more than ``limit_s`` ago, each once."""
         with self._lock:
-            late = [probe for probe in self._out if now_s - probe.asked_s > limit_s]
-            new = [probe for probe in late if not probe.is_overdue]
-            for probe in new:
+            late = [probe for probe in self._out if not probe.is_overdue and now_s - probe.asked_s > limit_s]
+            for probe in late:
                 probe.is_overdue = True
-            return {probe.key for probe in late}, new
+            return late
 
     def expired(self, modified_s: float) -> bool:
         """Whether an object modified at that time counts as absent. Any thread may ask."""
@@ -189,10 +185,10 @@ class Prober:
 
     def _look(self, key: Key, store: Store) -> tuple[bool, float]:
         witness = self._witness_of(key)
-        info = store.head(witness.name) if witness is not None else None
+        info = store.head(witness[0]) if witness is not None else None
         if witness is None or info is None or self.expired(info.modified_s):
             return False, 0.0
-        return info.size_bytes == witness.size_bytes, info.modified_s
+        return info.size_bytes == witness[1], info.modified_s
 
     def _do(self, work: Callable[[Store], object], then: Callable[[StoreError | None], None]) -> None:
         if not self._is_closed:

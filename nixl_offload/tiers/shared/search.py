@@ -21,6 +21,10 @@ from typing import Final
 from nixl_offload.types import Key, Lookup, LookupContext, key_group
 
 FAN_OUT: Final = 16
+UNLIKELY: Final = 0.1
+"""If searches find less than this part of their keys, the next one asks about its first key alone at first."""
+NEWEST: Final = 0.2
+"""The weight of the latest search in what they find and how long they take."""
 WINDOW_KEYS: Final = 32
 """The search for a window asks about this many of the last keys one by one."""
 
@@ -48,6 +52,8 @@ class Search:
     certain: int = 0
     """This many keys before the boundary are asked about one by one. Earlier keys may count as present because a later
     one is."""
+    is_unlikely: bool = False
+    """Whether probably nothing is there: then the first round asks about the first key alone."""
     failed: bool = False
     """Whether a question failed, and its key counted as absent."""
     waiting: list[tuple[_Request, int]] = field(default_factory=list)
@@ -109,6 +115,8 @@ class Search:
     def _open(self) -> list[int]:
         """Return the positions worth asking about next."""
         low, unknown = self.boundary, self._high - self.boundary
+        if self.is_unlikely and not self._answers:
+            return [0]
         if self.kind is SearchKind.WINDOW:
             if not self._answers:
                 return list(self._end())
@@ -124,23 +132,17 @@ class Search:
 
 
 @dataclass(slots=True, eq=False)
-class _Batch:
-    first_end: int
-    last_end: int = 0
-    keys: list[Key] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
 class _Request:
     first_s: float
     """When its wait began."""
     step: int
     """The step in which it last asked."""
     is_answered: bool = False
-    """Whether all its searches have ended, none of them given up."""
+    """Whether all its searches have ended, none of them given up, and no question of the last one failed."""
     is_late: bool = False
     """Whether it has waited ``timeout_s``. Unknown keys then count as absent for it."""
-    batches: dict[int, _Batch] = field(default_factory=dict)
+    batches: dict[int, list[tuple[int, Key]]] = field(default_factory=dict)
+    """By group: the keys that it has asked about in this step, and where each ends."""
     searches: dict[int, Search] = field(default_factory=dict)
     """By group, as ``batches``."""
     held_at: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -160,6 +162,8 @@ class Lookups:
         """Whether chunks of a chain may count as present without a question about each."""
         self.late = 0
         """Requests that were not answered in time, since the start; for metrics."""
+        self.found, self.search_s = 1.0, 0.0
+        """The part of their keys that searches have found of late, and how long a request waited for one."""
         self._timeout_s = timeout_s
         self._requests: dict[str, _Request] = {}
         self._batching: dict[str, _Request] = {}
@@ -183,7 +187,7 @@ class Lookups:
         if not request.is_late and now_s - request.first_s >= self._timeout_s:
             request.is_late = True
             self.late += 1
-        if request.is_late or key in request.ruled_out:
+        if request.is_late or not context.waits or key in request.ruled_out:
             return Lookup.MISS
         group, end = key_group(key), context.end_token or 0
         search = request.searches.get(group)
@@ -196,16 +200,16 @@ class Lookups:
                 return Lookup.MISS
             request.held_at[group] = self._step, end
             return Lookup.RETRY
-        batch = request.batches.setdefault(group, _Batch(end))
+        request.batches.setdefault(group, []).append((end, key))
         self._batching[context.request_id] = request
-        batch.last_end = end
-        batch.keys.append(key)
         return Lookup.RETRY
 
-    def is_late(self, request_id: str) -> bool:
-        """Whether this request has waited ``timeout_s`` and a key was still unknown."""
+    def answered(self, request_id: str) -> bool | None:
+        """Whether this request has the answers to all its lookups, and had them in time; None: not yet."""
         request = self._requests.get(request_id)
-        return request is not None and request.is_late
+        if request is None or request.is_late:
+            return request is None
+        return None if request.batches or request.searches else request.is_answered
 
     def begin_searches(self) -> list[Search]:
         """Called at the end of each step. Returns the searches to begin now."""
@@ -214,23 +218,26 @@ class Lookups:
         for request in batching.values():
             batches, request.batches = request.batches, {}
             # If a request asked twice in a step, the second batch repeats the first.
-            chains = {group: batch for group, batch in batches.items() if batch.last_end >= batch.first_end}
-            for group, batch in chains.items():
-                self._begin_chain(request, group, list(dict.fromkeys(batch.keys)))
+            keys = {group: list(dict.fromkeys(key for _, key in batch)) for group, batch in batches.items()}
+            chains = {group for group, batch in batches.items() if batch[-1][0] >= batch[0][0]}
+            for group in chains:
+                self._begin_chain(request, group, keys[group])
             # How far a window's search must look back depends on the prefix of the other groups, so it begins last.
             if not any(search.kind is SearchKind.CHAIN for search in request.searches.values()):
-                for group in batches.keys() - chains.keys():
-                    keys = list(dict.fromkeys(batches[group].keys))[::-1]
-                    self._wait(request, group, Search(SearchKind.WINDOW, keys, certain=WINDOW_KEYS))
+                for group in keys.keys() - chains:
+                    self._wait(request, group, Search(SearchKind.WINDOW, keys[group][::-1], certain=WINDOW_KEYS))
         return list(self._searches)[before:]
 
-    def finish(self, search: Search) -> bool:
+    def finish(self, search: Search, now_s: float) -> bool:
         """Take in a search that has ended; its requests may ask again. False: it had been given up."""
         if search not in self._searches:
             return False
         self._drop(search)
+        if not search.failed:
+            self.found += NEWEST * (search.boundary / len(search.keys) - self.found)
+            self.search_s += NEWEST * (now_s - search.waiting[0][0].first_s - self.search_s)
         for request, _ in search.waiting:
-            request.is_answered = not request.searches
+            request.is_answered = not request.searches and not search.failed
             if search.kind is SearchKind.WINDOW and not search.failed and not search.found_at_end:
                 request.ruled_out.update(search.keys[search.boundary :])
         return True
@@ -251,14 +258,15 @@ class Lookups:
         dropped = list(self._searches)
         self._batching, self._searches, self._covered = {}, {}, {}
         for request in self._requests.values():
-            request.batches, request.searches, request.is_answered = {}, {}, False
-            request.ruled_out = set()
+            request.is_answered &= not request.batches and not request.searches
+            request.batches, request.searches, request.ruled_out = {}, {}, set()
         return dropped
 
     def _begin_chain(self, request: _Request, group: int, keys: list[Key]) -> None:
         search = self._covered.get(keys[0])
         if search is None:
-            search = Search(SearchKind.CHAIN, keys, certain=0 if self.infer else len(keys))
+            certain, is_unlikely = 0 if self.infer else len(keys), self.found < UNLIKELY
+            search = Search(SearchKind.CHAIN, keys, certain, is_unlikely)
             self._covered.update(dict.fromkeys(keys, search))
         self._wait(request, group, search)
 

@@ -35,8 +35,6 @@ from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome, ke
 
 logger = logging.getLogger(__name__)
 
-EVENTS_PER_STEP = 8192
-"""This many callbacks take a few milliseconds of the scheduler's step."""
 MANIFEST_RETRY_S = 60.0
 RESET_MARGIN_S = 300.0
 """Chunks stored within this time after a reset do not count either: clocks differ, and a fleet is not reset at one
@@ -92,13 +90,11 @@ class SharedTier(Tier):
         self._now_s = clock()
         self._taken_in = False
         """Whether results were taken in since the last step."""
-        self._presence = Presence(
-            present_for_s=min(lookup.present_for_s, ttl_s or math.inf),
-            absent_for_s=lookup.absent_for_s,
-            max_keys=max_keys,
-        )
+        self._absent_for_s = lookup.absent_for_s
+        self._presence = Presence(present_for_s=min(lookup.present_for_s, ttl_s or math.inf), max_keys=max_keys)
         super().__init__(self._presence)
         self._lookups = Lookups(lookup.timeout_s)
+        self.found = self._lookups.found
         self._reach = Breaker(name, flap_window_s=FLAP_WINDOW_S)
         """Whether the storage answers questions. While it is not closed, one question at a time is sent, as a trial."""
         self._is_trying = False
@@ -106,8 +102,6 @@ class SharedTier(Tier):
         self._load_trial: str | None = None
         """The request whose load is the trial while ranks cannot load."""
         self._next_load_trial_s = 0.0
-        self._unanswered: set[Key] = set()
-        """Keys whose question has no answer for longer than a request may wait. New lookups do not wait for them."""
         self._doubted: set[str] = set()
         """Requests that got a MISS for a key of which nothing was known."""
         self._prober = Prober(
@@ -134,16 +128,15 @@ class SharedTier(Tier):
         if not self._taken_in:
             self._take_in()  # a step may be long; results that have come must not count as late
         if not self._reach.closed:
-            return self._unknown(context)
+            self._doubted.add(context.request_id)
+            return Lookup.MISS
         state, fresh = self._presence.look(key, now_s)
         if fresh:
             return Lookup.HIT if self._may_load(context, now_s) else Lookup.MISS
         if state is State.WRITING:
             return Lookup.PENDING
-        if state is State.EVICTING or self._presence.is_absent(key, now_s):
+        if state is State.EVICTING or now_s < self._presence.missed_s(key) + self._absent_for_s:
             return Lookup.MISS
-        if key in self._unanswered:
-            return self._unknown(context)
         if not self.ranks_load and now_s < self._next_load_trial_s and self._load_trial != context.request_id:
             return Lookup.MISS  # a question would be wasted; the key is not doubted, so it may be stored
         return self._lookups.ask(key, context, now_s)
@@ -153,12 +146,12 @@ class SharedTier(Tier):
         self._now_s = now_s
         self._take_in()
         self._taken_in = False
-        self._unanswered, overdue = self._prober.overdue(now_s, self._timeout_s)
-        for probe in overdue:
+        for probe in self._prober.overdue(now_s, self._timeout_s):
             late = StoreError(f"no answer within {self._timeout_s:g} s", cause="timeout")
             self._answered(late, probe.asked_s)
         if not self._reach.closed:
-            self._drop_searches()
+            for search in self._lookups.drop_all():
+                self._prober.cancel(search)
             if not self._is_trying and self._reach.allows(now_s):
                 self._is_trying, manifest = True, manifest_name(self._namespace.name)
                 self._prober.do(lambda store: store.head(manifest), self._on_trial_end)
@@ -174,9 +167,9 @@ class SharedTier(Tier):
             self._prober.cancel(search)
         self._doubted.discard(request_id)
 
-    def doubts(self, request_id: str) -> bool:
-        """Whether a lookup of this request was a MISS because the storage did not answer, or not in time."""
-        return request_id in self._doubted or self._lookups.is_late(request_id)
+    def answered(self, request_id: str) -> bool | None:
+        """False, too, if an answer did not come in time."""
+        return False if request_id in self._doubted else self._lookups.answered(request_id)
 
     @property
     def in_use(self) -> bool:
@@ -225,7 +218,8 @@ class SharedTier(Tier):
         this server stored it, or if a question finds that it was modified ``RESET_MARGIN_S`` from now or later.
         """
         self._presence.clear()
-        self._drop_searches()
+        for search in self._lookups.drop_all():
+            self._prober.cancel(search)
         self._lookups.infer = False
         self._prober.since_s = self._wall() + RESET_MARGIN_S
 
@@ -262,7 +256,7 @@ class SharedTier(Tier):
 
     def _take_in(self) -> None:
         self._taken_in = True
-        self._prober.take_in(EVENTS_PER_STEP)
+        self._prober.take_in()
         for search in self._lookups.give_up(self._now_s):
             known = self._prober.cancel(search)
             if search.kind is SearchKind.CHAIN:  # use the part that is known: its requests can wait no longer
@@ -272,22 +266,24 @@ class SharedTier(Tier):
         self._answered(probe.error, probe.asked_s)
         key = probe.key
         if probe.is_there and not self._prober.expired(probe.modified_s):
-            if not self._presence.missed_since(key, probe.asked_s):
-                self._presence.seen(key, self._now_s, self._expires_s(probe.modified_s))
+            if self._presence.missed_s(key) < probe.asked_s:
+                left_s = (self._ttl_s or math.inf) - max(0.0, self._wall() - probe.modified_s)
+                self._presence.seen(key, self._now_s, self._now_s + left_s)
         elif probe.error is None and not self._presence.seen_since(key, probe.asked_s):
             # Otherwise it was stored after the question was sent.
             self._presence.missed(key, self._now_s)
 
     def _on_search_end(self, search: Search) -> None:
-        if self._lookups.finish(search) and search.kind is SearchKind.CHAIN:
+        if self._lookups.finish(search, self._now_s) and search.kind is SearchKind.CHAIN:
             self._take_chain(search.keys, search.boundary)
+        self.found, self.search_s = self._lookups.found, self._lookups.search_s
 
     def _take_chain(self, keys: Sequence[Key], boundary: int) -> None:
         """Mark the keys before the boundary present, and forget stale keys after it."""
         presence, now_s = self._presence, self._now_s
         # Last key first: keys marked last are forgotten last, and the start of a prefix is worth most.
         for key in reversed(keys[:boundary]):
-            is_known = presence.look(key, now_s)[1] or presence.is_absent(key, now_s)
+            is_known = presence.look(key, now_s)[1] or now_s < presence.missed_s(key) + self._absent_for_s
             if self._lookups.infer and not is_known:
                 presence.seen(key, now_s)
         for key in keys[boundary:]:
@@ -351,21 +347,6 @@ class SharedTier(Tier):
         if self._load_trial != context.request_id and now_s >= self._next_load_trial_s:
             self._load_trial, self._next_load_trial_s = context.request_id, now_s + LOAD_TRIAL_S
         return self._load_trial == context.request_id
-
-    def _drop_searches(self) -> None:
-        for search in self._lookups.drop_all():
-            self._prober.cancel(search)
-
-    def _unknown(self, context: LookupContext) -> Lookup:
-        if context.request_id:
-            self._doubted.add(context.request_id)
-        return Lookup.MISS
-
-    def _expires_s(self, modified_s: float) -> float:
-        """Return when an object expires, on the scheduler's clock. ``modified_s``: by the store's clock."""
-        if self._ttl_s is None:
-            return math.inf
-        return self._now_s + self._ttl_s - max(0.0, self._wall() - modified_s)
 
 
 def write_manifest(namespace: Namespace, wall: Callable[[], float], store: Store) -> None:
