@@ -41,7 +41,7 @@ from nixl_offload.movers.base import (
     MoverLimits,
     TrackedTransfer,
 )
-from nixl_offload.movers.pinning import add_holder, check_pinning, remove_holder
+from nixl_offload.movers.pinning import check_pinning, held
 from nixl_offload.stores.s3 import ATTEMPTS, S3Address
 
 logger = logging.getLogger(__name__)
@@ -292,14 +292,7 @@ class NixlMover(AgentMover):
                 check_pinning(self.name, region)
             super()._register(memory, region)
             if by_cufile:
-                add_holder(region)
-
-    def _unregister(self, memory: MemoryId, region: MemoryRegion) -> None:
-        if self._is_cufile and region.kind is MemoryKind.VRAM:
-            with LIBRARIES:
-                remove_holder(region, self._registered.pop(memory).close)
-        else:
-            super()._unregister(memory, region)
+                self._registered[memory] = held(region, self._registered[memory])
 
     def _register_file(self, file: FileId, entry: FileEntry) -> None:
         # Empty meta info is fd mode: the device id is the descriptor.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final
 
@@ -89,18 +88,20 @@ def check_pinning(name: str, region: MemoryRegion) -> None:
         )
 
 
-def add_holder(region: MemoryRegion) -> None:
-    """Count a mover that has registered ``region``."""
-    _HOLDERS[region] += 1
-
-
-def remove_holder(region: MemoryRegion, deregister: Callable[[], None]) -> None:
-    """Count one mover less. The last one deregisters for all.
+def held(region: MemoryRegion, registered: ExitStack) -> ExitStack:
+    """Count a mover that has ``registered`` a region, and return what ends this. The last one deregisters for all.
 
     cuFile does not count registrations: one mover's deregistration would make all other movers' transfers bounce.
     """
-    _ENDS[region].callback(deregister)
-    _HOLDERS[region] -= 1
-    if not _HOLDERS[region]:
-        del _HOLDERS[region]
-        _ENDS.pop(region).close()
+
+    def end() -> None:
+        _ENDS[region].push(registered)
+        _HOLDERS[region] -= 1
+        if not _HOLDERS[region]:
+            del _HOLDERS[region]
+            _ENDS.pop(region).close()
+
+    _HOLDERS[region] += 1
+    counted = ExitStack()
+    counted.callback(end)
+    return counted

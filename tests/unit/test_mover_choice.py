@@ -14,7 +14,7 @@ import pytest
 
 from nixl_offload.errors import MoverError, MoverUnavailableError
 from nixl_offload.movers.base import MemoryId, MemoryKind, MemoryRegion, Mover, Op, open_file
-from nixl_offload.movers.pinning import add_holder, remove_holder
+from nixl_offload.movers.pinning import held
 from nixl_offload.movers.select import SCRATCH_BYTES, open_mover
 from nixl_offload.movers.threaded import CopyMover
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
@@ -111,12 +111,14 @@ def test_what_fails_at_the_end_keeps_nothing_else(
         raise MoverError("refused")
 
     region = MemoryRegion(0x7F00_0000_0000, 1 << 30)
-    for _ in range(2):
-        add_holder(region)
-    remove_holder(region, lambda: freed.append("the first's"))
+    ends = [contextlib.ExitStack(), contextlib.ExitStack()]
+    for end, call in zip(ends, (lambda: freed.append("the first's"), fails), strict=True):
+        end.callback(call)
+    first, second = (held(region, end) for end in ends)
+    first.close()
     assert not freed
     with pytest.raises(MoverError, match="refused"):
-        remove_holder(region, fails)
+        second.close()
     assert freed == ["the first's"]
 
     mover, given_back = CopyMover(), list[MemoryId]()
