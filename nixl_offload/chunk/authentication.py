@@ -131,8 +131,7 @@ def _begin(page: memoryview | bytearray, key: bytes) -> blake3:
 def read_key_file(path: str) -> ChunkKeys:
     """Read the keys of ``authenticate.key_file``. Links are followed, because Kubernetes mounts secrets as links.
 
-    Raises ConfigError: the file cannot be read, is not a regular file, belongs to another user, can be read or written
-    by other users, or has no keys.
+    Raises ConfigError: the file cannot be read, is not regular, belongs or is open to other users, or has no keys.
     """
     where = f"authenticate.key_file: {path}"
     try:

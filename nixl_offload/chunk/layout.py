@@ -138,8 +138,7 @@ class ChunkExtents(NamedTuple):
 class KVLayout:
     """All KV memory of one worker and how its groups are stored.
 
-    Raises LayoutError if a group refers to a missing tensor or past the end of a page, or if a chunk has more blocks
-    than a header page has checksums.
+    Raises LayoutError if a group refers to a missing tensor or past a page's end, or if a chunk has too many blocks.
     """
 
     tensors: tuple[RegionSpec, ...]

@@ -167,8 +167,7 @@ def make_namespace(namespace_fields: NamespaceFields, plan: ShardPlan | None = N
     """Fingerprint ``namespace_fields``. ``plan``: as ``Namespace.plan``, its groups in the order of the fields'; None:
     each rank holds the shard of its number.
 
-    Raises NamespaceError for a value of the wrong type or out of range, and for duplicate group ids: a wrong field
-    would let foreign bytes in.
+    Raises NamespaceError for wrong types, ranges and duplicate group ids: a wrong field would let foreign bytes in.
     """
     _check(namespace_fields)
     plan = plan or uncut_plan(namespace_fields.shards, len(namespace_fields.groups))

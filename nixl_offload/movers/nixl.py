@@ -234,8 +234,7 @@ class AgentMover(Mover):
     def _begin(self, transfer: NixlTransfer) -> str | None:
         """Start a prepared transfer. Returns its state: PROC or DONE; None if it is FAILED already.
 
-        After an error a part of it may be queued in the plugin or in the kernel, and nothing would tell when that ends.
-        So the transfer is quarantined.
+        After an error a part of it may be queued in plugin or kernel, and its end would not show: it is quarantined.
         """
         try:
             return str(self._call("not started whole", self._agent.transfer, transfer.handle))

@@ -1,10 +1,8 @@
 """Digests of a rank's KV caches, weights and adapters in memory, and sources of its weights beside a model's files.
 
-The namespace holds this for all ranks, so engines that differ in any of it share nothing. Nothing is sampled: any byte
-that changes makes another digest.
+The namespace holds this for all ranks, so engines that differ in it share nothing. Every byte counts; none is sampled.
 
-Threading: pure functions, called by the worker's main thread. ``weights_digest`` queues work on the current stream of
-each device and waits for it.
+Threading: pure functions, on the worker's main thread. ``weights_digest`` waits for its work on each device's stream.
 """
 
 from __future__ import annotations

@@ -251,8 +251,7 @@ def open_host(
 ) -> HostSlab | None:
     """Allocate this rank's share of the memory tier, and slots for moves between farther tiers; None: not needed.
 
-    ``engines``: data-parallel engines that divide the memory tier. ``keys``: as for ``HostSlab``. Raises TierError if
-    the machine has too little memory.
+    ``engines``: data-parallel engines that divide the memory tier. ``keys``: as for ``HostSlab``. Raises TierError.
     """
     device = device_of(tensors[0])
     farther, memory_bytes = len(config.stored), 0

@@ -127,8 +127,7 @@ class ServingTiers:
     def open(self, ranks: Sequence[RankGeometry], *, waits: bool) -> None:
         """Open the tiers. ``ranks``: the geometry of each, in order. ``waits``: at a start, which waits for the tiers.
 
-        A start raises ConfigError for a tier whose options do not fit the model. Tiers that fail otherwise, or take
-        longer, join in a later ``update``.
+        A start raises ConfigError if options do not fit the model. Tiers that fail otherwise, or late, join later.
         """
         naming = self._naming = BackgroundOpening(
             partial(self._name, ranks), id, what="Offloading", thread_name="nixl-offload-open"
@@ -296,8 +295,7 @@ def open_tier(tier: TierConfig, context: TierContext, nearer: Sequence[TierConfi
 def sharing_engines(parallel: ParallelConfig) -> range:
     """Return the indexes of the engines that divide this machine's memory and drives, this engine included.
 
-    If vLLM does not say which engines are here, all are returned. Then each takes less than it might, and together they
-    never take more than a capacity.
+    If vLLM does not say which engines are here, all are returned: each may take too little, together never too much.
     """
     engines = range(parallel.data_parallel_size)
     if parallel.enable_elastic_ep:
