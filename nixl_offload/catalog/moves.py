@@ -37,6 +37,8 @@ MAX_LOOKED_UP: Final = 256
 """Chunks of prefetches that are looked up in one step: a fraction of a millisecond."""
 MEMORY_SHARE: Final = 0.5
 """The largest share of memory that one prefetch takes, or all fetches: more would evict its own first chunks."""
+FETCHED_AT_ONCE: Final = 48
+"""Chunks that may be under way into memory, however large: as many as a rank reads at a time for them."""
 _MAX_LOOKED_AT: Final = 1024
 _TICKETS_PER_BACKLOG: Final = 8
 """A tier's backlog is divided among at least this many tickets, so that one can settle while the rest go on."""
@@ -315,7 +317,8 @@ class Moves:
                 over.append((key, "gone"))
                 continue
             slot_bytes, bytes_under_way = self._catalog.slot_bytes(key), self.bytes_under_way[target]
-            if bytes_under_way > 0 and bytes_under_way + slot_bytes > backlog_bytes:
+            most_bytes = backlog_bytes if prefetch is None else max(backlog_bytes, FETCHED_AT_ONCE * slot_bytes)
+            if bytes_under_way > 0 and bytes_under_way + slot_bytes > most_bytes:
                 is_blocked = True
                 break
             location = None

@@ -113,8 +113,8 @@ class JobTable:
                 for chunk in job.chunks:
                     self._finish(chunk, *job.refused, "refused")
                 return
-            lane = Lane.BACKGROUND if job.kind.in_background else Lane.STORE if job.kind.writes else Lane.LOAD
-            self._queue(job.chunks, lane)
+            lanes = (Lane.LOAD, Lane.STORE, Lane.FETCH, Lane.BACKGROUND)
+            self._queue(job.chunks, lanes[2 * job.kind.in_background + job.kind.writes])
             self._grant_relays()
 
     def finished(self) -> list[Completion]:

@@ -57,7 +57,7 @@ OWN_BATCH_CHUNKS = 16
 STORE_SHARE = 3 / 4
 """Share of the chunks in flight that stores and background work may take; the rest is for loads."""
 MAX_BACKGROUND = 8
-"""Most background chunks in flight. They hold no staging; if they hang, stores still have room."""
+"""Most background chunks in flight, but for those on their way to memory. If they hang, stores still have room."""
 MAX_BATCH_CHUNKS = 32
 MAX_BATCH_BYTES = 16 << 20
 """A batch is gathered or scattered in one go, so a new load waits for at most this many bytes."""
@@ -184,7 +184,8 @@ class LinkPaths(TierPaths):
         if plan.goes_singly:
             limit = min(limit, 1)
         if chunk.kind.in_background:
-            limit = min(limit, MAX_BACKGROUND - in_flight.background, stores - in_flight.chunks)
+            most = stores if chunk.job.kind is WorkKind.FETCH else MAX_BACKGROUND
+            limit = min(limit, most - in_flight.background, stores - in_flight.chunks)
         elif chunk.kind.writes:
             limit = min(limit, stores - in_flight.stores - in_flight.background)
         if self._by_host_slot(chunk):

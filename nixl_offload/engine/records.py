@@ -61,13 +61,14 @@ class WorkKind(Enum):
 
 
 class Lane(Enum):
-    """Queues, served in this order: stores that a caller blocks on, then loads, then stores."""
+    """Queues, served in this order: stores that a caller blocks on, loads, stores, moves into memory, other moves."""
 
     __hash__ = object.__hash__
 
     URGENT_STORE = auto()
     LOAD = auto()
     STORE = auto()
+    FETCH = auto()
     BACKGROUND = auto()
 
 
@@ -256,7 +257,7 @@ class Job:
     """
 
     kind: WorkKind
-    """STORE, LOAD, or WRITE_THROUGH for moves of any kind."""
+    """STORE, LOAD, FETCH for moves into memory, or WRITE_THROUGH for other moves."""
     chunks: list[Chunk]
     count: int
     """Number of the caller's chunks. Each has no, one or several entries in ``chunks``."""

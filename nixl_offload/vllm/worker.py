@@ -380,7 +380,9 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._look_s = 0.0
         self._tiers.take_opened()
         chunks = self._chunks.of_moves(ticket)
-        self.engine.submit(Job(WorkKind.WRITE_THROUGH, chunks, len(ticket.keys), READY, ticket=ticket.ticket))
+        is_fetch = self._config.memory is not None and ticket.targets[0].tier == 0
+        kind = WorkKind.FETCH if is_fetch else WorkKind.WRITE_THROUGH
+        self.engine.submit(Job(kind, chunks, len(ticket.keys), READY, ticket=ticket.ticket))
 
     def take_tickets(self) -> dict[int, dict[int, Outcome]]:
         """Return how promotions and write-throughs ended since the last call: ticket -> failures by position."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from nixl_offload.engine import Chunk, direct, link_paths, make_move, pump
+from nixl_offload.engine import Chunk, WorkKind, direct, link_paths, make_move, pump
 from nixl_offload.engine.jobs import MOVE_QUEUE_LIMIT_S
 from nixl_offload.movers.base import Op
 from nixl_offload.movers.threaded import CopyMover
@@ -103,6 +103,19 @@ def in_flight(rig: ChainRig, number: int) -> tuple[int, int]:
     engine = rig.engines[number]
     assert engine is not None
     return engine.in_flight.stores, engine.in_flight.background
+
+
+def test_what_goes_into_memory_overtakes_write_throughs(make: Make) -> None:
+    bucket = stuck()
+    rig = make(CopyMover(), bucket)
+    for number in range(16):
+        rig.fill_host(number)
+    rig.chain.submit_moves(1, [rig.move(number, MEMORY, BUCKET) for number in range(16)])
+    rig.until(lambda: in_flight(rig, BUCKET) == (0, link_paths.MAX_BACKGROUND))
+    rig.chain.submit_moves(2, [rig.move(0, BUCKET, MEMORY)] * 32, kind=WorkKind.FETCH)
+    rig.until(lambda: in_flight(rig, BUCKET) == (0, link_paths.MAX_BACKGROUND + 32))
+    bucket.release()
+    assert {len(rig.settle(ticket).outcomes) for ticket in (1, 2)} == {16, 32}
 
 
 def test_a_tier_that_hangs_delays_no_other_and_holds_a_bounded_share(make: Make) -> None:

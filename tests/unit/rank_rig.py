@@ -40,8 +40,10 @@ class TestedRank(RankEngine):
         options |= {"promotion_ticket": promotion_ticket, "promoted": promoted}
         self._submit(WorkKind.LOAD, chunks, count, job_id=job_id, **options)
 
-    def submit_moves(self, ticket: int, moves: Sequence[Chunk], count: int | None = None) -> None:
-        self._submit(WorkKind.WRITE_THROUGH, moves, count, fence=READY, ticket=ticket)
+    def submit_moves(
+        self, ticket: int, moves: Sequence[Chunk], count: int | None = None, kind: WorkKind = WorkKind.WRITE_THROUGH
+    ) -> None:
+        self._submit(kind, moves, count, fence=READY, ticket=ticket)
 
     def submit_background(self, ticket: int, chunks: Sequence[Chunk], kind: WorkKind) -> None:
         for chunk in chunks:

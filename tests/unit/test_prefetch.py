@@ -108,33 +108,35 @@ def test_one_that_memory_has_no_slot_for_holds_up_no_other(make: MakeChain, monk
     assert bring(chain)[0] == (key(11), FILE)
 
 
-def test_a_hit_is_fetched_for_a_request_that_waits(make: MakeChain) -> None:
+def test_a_hit_is_fetched_for_a_request_that_waits(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as half of memory goes, and no longer than until the request has ended."""
     chain = make(memory_slots=8, file_slots=32, write_through_backlog_slots=2)
+    monkeypatch.setattr(moves, "FETCHED_AT_ONCE", 2)
     for number in range(1, 9):
         on_file_only(chain, number)
-    moves, now_s = chain.catalog.moves, chain.now_s
-    assert not moves.fetch("large", keys(1, 2, 3, 4, 5), now_s, None), "more than half of memory"
-    assert not moves.fetch("other tiers", keys(1), now_s, {FILE})
-    assert moves.fetch("a", keys(1, 2, 9), now_s, None)
-    assert moves.fetch("b", keys(3, 4), now_s, None)
-    assert not moves.fetch("c", keys(5), now_s, None), "too many wait"
+    own, now_s = chain.catalog.moves, chain.now_s
+    assert not own.fetch("large", keys(1, 2, 3, 4, 5), now_s, None), "more than half of memory"
+    assert not own.fetch("other tiers", keys(1), now_s, {FILE})
+    assert own.fetch("a", keys(1, 2, 9), now_s, None)
+    assert own.fetch("b", keys(3, 4), now_s, None)
+    assert not own.fetch("c", keys(5), now_s, None), "too many wait"
     [first, second] = begun(chain)
     assert (first.keys, second.keys) == ((key(1),), (key(2),))
     assert [chain.catalog.lookup(key(at), now_s) for at in (1, 3)] == [Lookup.PENDING, Lookup.HIT]
     assert chain.catalog.leading_hits(keys(3, 4, 1)) == 2, "memory is about to have it"
     chain.report(first.ticket)
-    moves.end_fetch("b")
-    assert [moves.awaits_fetch(name, now_s) for name in ("a", "b")] == [True, False]
+    own.end_fetch("b")
+    assert [own.awaits_fetch(name, now_s) for name in ("a", "b")] == [True, False]
     chain.report(second.ticket, {0: Outcome.FAILED})
-    assert not moves.awaits_fetch("a", now_s)
+    assert not own.awaits_fetch("a", now_s)
     assert begun(chain) == []
-    assert not moves.fetch("c", keys(1), now_s, None), "memory has it"
+    assert not own.fetch("c", keys(1), now_s, None), "memory has it"
 
 
-def test_only_so_many_are_under_way_at_a_time(make: MakeChain) -> None:
-    """The limit of write-throughs, but at least one."""
-    for slots, at_once in ((4, 4), (1, 1)):
+def test_only_so_many_are_under_way_at_a_time(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of write-throughs, but at least some."""
+    monkeypatch.setattr(moves, "FETCHED_AT_ONCE", 2)
+    for slots, at_once in ((4, 4), (1, 2)):
         chain = make(memory_slots=64, file_slots=32, write_through_backlog_slots=slots)
         for number in range(1, 13):
             on_file_only(chain, number)
