@@ -120,7 +120,7 @@ def without_padding(kv_caches: CanonicalKVCaches, groups: Sequence[KVCacheGroupS
     """Cut each group of a block-outermost KV cache down to its own pages. ``groups``: those that are offloaded.
 
     vLLM hands out the whole block for every group. A group with fewer or smaller pages leaves the end of its blocks
-    unused: another request's bytes may lie there. Pages begin at a block's first byte. Groups without layers: none.
+    unused: another request's bytes may lie there. Pages begin at a block's start. Groups without layers have none.
     """
     if len(kv_caches.tensors) != 1 or any(len(refs) != 1 for refs in kv_caches.group_data_refs):
         return kv_caches
