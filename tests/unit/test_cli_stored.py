@@ -290,6 +290,7 @@ def test_a_namespace_or_tenant_that_is_not_there_is_no_success(slab: StoredSlab,
         *(("ls", *form, "namespace", "0" * 32) for form in ((), ("--keys",), ("--json",))),
         ("ls", "tenant", "green"),
         ("verify", "namespace", "0" * 32),
+        ("verify", "tenant", "green"),
     ):
         assert cli(command, slab.file, *form, f"--{option}", name) == 1
         assert cli.err == f"nixl-offload: nothing is there of {option} {name}\n"
