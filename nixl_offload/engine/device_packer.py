@@ -221,8 +221,9 @@ def keep(memory: torch.Tensor) -> None:
 def _side_by_side(
     sources: Sequence[Source], device: torch.device
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Return contiguous rows on the device for all chunks, and the copies (rows, slot) that fill them. A single chunk
-    on the device needs no copy.
+    """Return rows on the device for all chunks, and the copies (rows, slot) that fill them. A single chunk on the
+    device needs no copy. Rows of a stack are as far apart as in host memory: one copy brings them, with what is in
+    between, or fills them, with zeros in between.
     """
     places = [source.tensor if isinstance(source, Brought) else source for source in sources]
     for place in places:
@@ -231,7 +232,9 @@ def _side_by_side(
     if len(places) == 1 and isinstance(places[0], torch.Tensor):
         return places[0], []
     count, width = sum(map(len, places)), places[0].shape[1]
-    scratch = torch.empty((count, width), dtype=torch.uint8, device=device)
+    apart = max([width, *(place.strides[0] for place in places if isinstance(place, np.ndarray) and len(place) > 1)])
+    make = torch.zeros if apart > width else torch.empty
+    scratch = make((count, apart), dtype=torch.uint8, device=device)[:, :width]
     copies, begin = [], 0
     for place in places:
         rows = scratch[begin : begin + len(place)]
@@ -244,9 +247,8 @@ def _over_the_bus(rows: torch.Tensor, payload: Payload) -> list[tuple[torch.Tens
     """Return the copies between rows and a payload, as bytes. A payload that crosses page-locked pieces is split there:
     CUDA does not promise to copy over two registrations.
     """
-    if not payload.flags.c_contiguous:
-        return [copy for at in range(len(rows)) for copy in _over_the_bus(rows[at : at + 1], payload[at : at + 1])]
-    flat, host = rows.view(-1), torch.from_numpy(payload.reshape(-1))
+    length = (len(rows) - 1) * payload.strides[0] + payload.shape[1] if len(rows) else 0
+    flat, host = (each.as_strided((length,), (1,)) for each in (rows, torch.from_numpy(payload)))
     copies, begin = [], 0
     while begin < len(host):
         end = min(len(host), begin + PIN_PIECE_BYTES - (payload.ctypes.data + begin) % PIN_PIECE_BYTES)

@@ -477,6 +477,7 @@ class TierQueue:
                     size_bytes += chunk.size_bytes
                     taken.append(chunk)
                 lane_queue.popleft()
+            taken.sort(key=lambda chunk: chunk.location.offset)  # neighbouring slots are copied in one call
             self.waiting_bytes[first.kind.waits_as] -= size_bytes
             self.table._progress.notify_all()
             return taken

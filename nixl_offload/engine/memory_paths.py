@@ -19,8 +19,8 @@ STORE_BATCH_BYTES = 64 << 20
 """Most bytes that one call copies for a store; a new load waits at most for these."""
 LOAD_BATCH_BYTES = 16 << 20
 """Smaller, so that the next batch is verified while a device copies this one."""
-MAX_BATCH_CHUNKS = 16
-"""Small, so that no step of a batch holds the GIL for long: see ``paths.Stretch``."""
+MAX_BATCH_CHUNKS = 32
+"""So many of one block hold the GIL for some 100 µs in each step: see ``paths.Stretch``."""
 MAX_BATCHES = 8
 """Most batches in flight on a device."""
 MAX_STORE_BATCHES = 4

@@ -35,7 +35,7 @@ MIN_SLOTS: Final = 2
 MemoryT = TypeVar("MemoryT", npt.NDArray[np.uint8], torch.Tensor)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Slot(Generic[MemoryT]):
     """A piece of ``region``, all memory of its pool, in bytes. Device memory is touched by a device's streams and by
     movers alone.

@@ -159,7 +159,7 @@ def test_a_load_overtakes_stores_that_have_not_begun_and_others_get_the_interpre
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the host a batch ends with its first step. The pump releases the GIL before the next batch."""
-    rig, order = make("per_layer", slots=40), list[str]()
+    rig, order = make("per_layer", slots=80), list[str]()
     assert rig.store(0, [rig.chunk(9, [1, 2, 3, 4])]) == (OK,)
     gather_many, scatter_many = rig.engine.paths.packer.gather_many, rig.engine.paths.packer.scatter_many
 
@@ -177,8 +177,8 @@ def test_a_load_overtakes_stores_that_have_not_begun_and_others_get_the_interpre
     monkeypatch.setattr(rig.engine.paths.packer, "scatter_many", scatter)
     monkeypatch.setattr(paths, "HOLD_S", 0.0)
     monkeypatch.setattr(rig.engine.paths.stretch, "_let_go", lambda: order.append("let go"))
-    rig.engine.submit_store(1, [rig.chunk(n % 8, [1, 2, 3, 4]) for n in range(40)])
-    assert rig.collect(1).outcomes == (OK,) * 40
+    rig.engine.submit_store(1, [rig.chunk(n % 8, [1, 2, 3, 4]) for n in range(80)])
+    assert rig.collect(1).outcomes == (OK,) * 80
     assert rig.collect(2).outcomes == (OK,)
     steps = [what for what in order if what != "let go"]
     assert steps == ["store", "load", "store", "store"]

@@ -45,6 +45,7 @@ IDS = {
     "scattered": [[7, 2, 3, 19], [23, 0, 11, 12], [5, 6, 8, 9]],
     "runs": [[4, 5, 6, 7], [8, 9, 10, 11], [20, 21, 22, 23]],
     "single": [[9], [3], [14]],
+    "stack": [[9], [3], [14]],
 }
 CASES: dict[str, tuple[list[int], int, int, int]] = {
     # the pages of a block's layers; from one row of a tensor to the next; how far from a page the first lies; offset
@@ -107,6 +108,9 @@ def test_chunks_are_copied_exactly_and_nothing_beside_them(
     slab = noise(3 * (count * packer.block_bytes[0] + 4096), 77).reshape(3, -1)
     headers = slab[:, :4096].copy()
     payloads = [slot[4096:].reshape(count, -1) for slot in slab]
+    if ids == "stack":
+        arrays, payloads = [np.concatenate(arrays)], [slab[:, 4096:]]
+        headers[1:] *= kind == "host"  # a device copies zeros with the blocks
     gathered = packer.gather_many(0, list(zip(arrays, payloads, strict=True)), READY)
     assert gathered.done()
     for each, payload in zip(arrays, payloads, strict=True):
@@ -116,7 +120,7 @@ def test_chunks_are_copied_exactly_and_nothing_beside_them(
     sums = [[xxhash.xxh3_64_intdigest(row) for row in payload] for payload in payloads]
     assert np.array(gathered.values()).tolist() == np.array(packer.sums(0, arrays, READY).values()).tolist() == sums
 
-    back = [(arrays[(n + 1) % 3], payloads[n]) for n in range(3)]
+    back = [(arrays[(n + 1) % len(arrays)], payload) for n, payload in enumerate(payloads)]
     assert packer.scatter_many(0, back, READY).done()
     for block_ids, payload in back:
         for page in pages:

@@ -292,12 +292,10 @@ def test_what_is_pinned_keeps_its_slot_though_another_size_needs_the_extent() ->
         assert tier.reserve(small[-1], PAGE, evicted) is not None
         tier.commit(small[-1:])
     held = [key for key in small if tier.state(key) is State.READY]
-    for key in held:
-        tier.pin((key,))
+    tier.pin(held)
     assert store(tier, key_of(0, group=1), 3 * PAGE) == (None, [])
     assert {tier.state(key) for key in held} == {State.READY}
-    for key in held:
-        tier.unpin((key,))
+    tier.unpin(held)
     location, given_up = store(tier, key_of(0, group=1), 3 * PAGE)
     assert location is not None
     assert given_up
