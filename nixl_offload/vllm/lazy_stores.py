@@ -15,7 +15,7 @@ from typing import NamedTuple
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 LEAST_SHARE, MOST_SHARE = 8, 4
 """Looks ahead over an eighth of vLLM's blocks, for a long hit takes many at once. Over more if a step does, but at most
@@ -27,10 +27,14 @@ LOOKS = 4
 class PutOff(NamedTuple):
     """A chunk that is not stored yet."""
 
-    key: OffloadKey
     block_ids: list[int]
-    hashes: list[bytes]
-    """Of the blocks: their names in vLLM's prefix cache."""
+    names: list[bytes]
+    """Of the blocks, in vLLM's prefix cache."""
+
+    @property
+    def key(self) -> OffloadKey:
+        """The chunk's key, which is the name of its last block."""
+        return OffloadKey(self.names[-1])
 
 
 class LazyStores:
@@ -59,11 +63,24 @@ class LazyStores:
         """Remember chunks of a request. Returns the others, which must be stored now or never: vLLM's cache does not
         have all of their blocks, or drops them in another order, as those of windows.
         """
-        state, others = self._state_of(req_context.req_id), []
-        for key in keys:
-            if state is not None and (chunk := self._chunk(key, state)) is not None:
-                self._chunks[chunk.block_ids[-1]] = chunk
-            else:
+        others, blocks = list(keys), self._pool.blocks
+        if (state := self._state_of(req_context.req_id)) is None:
+            return others
+        for config, group in zip(state.config.kv_group_configs, state.group_states, strict=True):
+            if config.sliding_window_size_in_chunks is not None:
+                continue
+            asked, others, count = others, [], state.config.blocks_per_chunk
+            step = config.hashes_per_chunk // count
+            for key in asked:
+                end = (req_context.get_offload_key_position(key) or 0) // config.tokens_per_block
+                ids, name = group.block_ids[end - count : end], bytes(key)
+                # The key of another group, of a request with an adapter, or of a chunk's part does not name the block.
+                if len(ids) == count and blocks[ids[-1]].block_hash == name:
+                    before = state.req.block_hashes[(end - count + 1) * step - 1 : end * step - 1 : step]
+                    chunk = PutOff(ids, [*[block_hash + key[-4:] for block_hash in before], key])
+                    if count == 1 or self._holds(chunk):
+                        self._chunks[ids[-1]] = chunk
+                        continue
                 others.append(key)
         return others
 
@@ -101,23 +118,6 @@ class LazyStores:
         self._chunks[chunk.block_ids[-1]] = chunk
         self._allocated = self._ahead
 
-    def _chunk(self, key: OffloadKey, state: RequestOffloadState) -> PutOff | None:
-        """Return a chunk whose blocks vLLM's cache has under the names that the request gives them; else None."""
-        end, group_idx = state.req_context.get_offload_key_position(key), get_offload_group_idx(key)
-        for config, group in zip(state.config.kv_group_configs, state.group_states, strict=True):
-            if config.group_idx != group_idx or config.sliding_window_size_in_chunks is not None or end is None:
-                continue
-            count = state.config.blocks_per_chunk
-            last, hashes_per_block = end // config.tokens_per_block, config.hashes_per_chunk // count
-            ids = group.block_ids[last - count : last]
-            first_hash = (last - count + 1) * hashes_per_block - 1
-            own = state.req.block_hashes[first_hash : last * hashes_per_block : hashes_per_block]
-            chunk = PutOff(key, ids, [block_hash + key[-4:] for block_hash in own])
-            # The key of a request with an adapter, or of a chunk's part, is not the name of the last block.
-            if len(ids) == count and chunk.hashes[-1:] == [key] and self._holds(chunk):
-                return chunk
-        return None
-
     def _holds(self, chunk: PutOff) -> bool:
         blocks = self._pool.blocks
-        return all(blocks[at].block_hash == name for at, name in zip(chunk.block_ids, chunk.hashes, strict=True))
+        return [blocks[at].block_hash for at in chunk.block_ids] == chunk.names
