@@ -72,7 +72,8 @@ def _nothing_left_behind() -> Iterator[None]:
     deadline = time.monotonic() + _GRACE_S
     while True:
         left = [thread.name for thread in threading.enumerate() if thread not in threads and not _is_foreign(thread)]
-        left += [name for pid, name in _children().items() if pid not in children and not _is_foreign_child(name)]
+        new = [name for pid, name in _children().items() if pid not in children]
+        left += [name for name in new if not any(foreign in name for foreign in _FOREIGN_CHILDREN)]
         if not left or time.monotonic() > deadline:
             break
         time.sleep(0.01)
@@ -95,10 +96,6 @@ def _why_no_gpu() -> str:
 
 def _is_foreign(thread: threading.Thread) -> bool:
     return type(thread).__name__ in _FOREIGN_THREADS or thread.name == _FAULT_PROXY
-
-
-def _is_foreign_child(name: str) -> bool:
-    return any(foreign in name for foreign in _FOREIGN_CHILDREN)
 
 
 def _children() -> dict[int, str]:

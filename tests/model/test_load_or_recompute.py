@@ -124,8 +124,7 @@ def simulate(server: Server, policy: Policy, requests: int) -> Figures:
     waiting = deque(arrive() for _ in range(server.at_a_time))
     loading: list[Request] = []
     ready: deque[Request] = deque()
-    running: list[Request] = []
-    done: list[Request] = []
+    running, done = list[Request](), list[Request]()
     warm = int(requests * _WARM_SHARE)
     while len(done) < requests:
         for request in [request for request in loading if request.ready_s <= now_s]:
@@ -134,8 +133,7 @@ def simulate(server: Server, policy: Policy, requests: int) -> Figures:
             request.context_tokens = request.loaded_tokens
             ready.append(request)
         budget = _BUDGET_TOKENS
-        step: list[tuple[Request, int]] = []
-        held: list[Request] = []
+        step, held = list[tuple[Request, int]](), list[Request]()
         for request in running:
             tokens = min(budget, request.rest_tokens or 1)
             if tokens:

@@ -74,8 +74,7 @@ def noise(length: int, seed: int) -> Bytes:
 def kv_cache(case: str, where: torch.device) -> tuple[list[torch.Tensor], list[Bytes], list[Page]]:
     """KV tensors on a device, arrays of the same bytes on the host, and the pages of their one group."""
     sizes, stride, shift, offset = CASES[case]
-    tensors: list[torch.Tensor] = []
-    arrays: list[Bytes] = []
+    tensors, arrays = list[torch.Tensor](), list[Bytes]()
     for seed in range(len(sizes)):
         area = noise(BLOCKS * stride + 16, seed)
         tensor = torch.tensor(area, device=where)[shift : shift + BLOCKS * stride]

@@ -249,7 +249,7 @@ def test_a_step_without_looks_left_gives_no_search_up(make: MakeChain, monkeypat
     for number in (*prompts[0], *prompts[1]):
         chain.store_of_bucket.put(shard_name(namespace_of().name, key(number), 0))
     answers = threading.Event()
-    chain.store_of_bucket.before = lambda operation, name: assert_in_time(answers)
+    chain.store_of_bucket.before = lambda operation, name: answers.wait(WAIT_S)
     for numbers in prompts:
         foretell(chain, *numbers)
     bucket = chain.tiers[BUCKET]
@@ -265,10 +265,6 @@ def test_a_step_without_looks_left_gives_no_search_up(make: MakeChain, monkeypat
         chain.catalog.on_step(chain.now_s)
         chain.wait_a_moment()
     assert found == {key(number) for numbers in prompts for number in numbers}
-
-
-def assert_in_time(event: threading.Event) -> None:
-    assert event.wait(WAIT_S)
 
 
 def test_the_groups_of_a_prompt_share_what_it_takes_of_memory(make: MakeChain) -> None:

@@ -564,8 +564,7 @@ def test_a_window_is_looked_for_at_the_end_and_then_before_the_end_of_the_prefix
 def test_holes_in_any_order_of_answers(there: list[bool], certain: int, random: object) -> None:
     """No key at or after a known absent one counts. The last keys before the boundary are asked about one by one."""
     search = chain(len(there), certain)
-    absent: set[int] = set()
-    asked: set[int] = set()
+    absent, asked = set[int](), set[int]()
     while not search.done:
         positions = search.next_round()
         assert positions

@@ -285,8 +285,7 @@ def test_too_small_a_capacity_is_refused_with_the_least_that_does(
 def test_what_is_pinned_keeps_its_slot_though_another_size_needs_the_extent() -> None:
     """A chunk that waits for a farther tier is not lost to another group of the model, which gets room when it goes."""
     tier = open_tier(64 * 3 * PAGE, (PAGE, 3 * PAGE))
-    evicted: list[Key] = []
-    small: list[Key] = []
+    evicted, small = list[Key](), list[Key]()
     while not evicted:  # until all extents are lent to the small size
         small.append(key_of(len(small)))
         assert tier.reserve(small[-1], PAGE, evicted) is not None

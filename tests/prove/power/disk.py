@@ -111,8 +111,7 @@ class Crash:
             odds = choose.choice([0.1, 0.5, 0.9, 1.0])
             names = frozenset(at for at in self._loose_names if choose.random() < odds)
         unit = choose.choice([PAGE, SECTOR])
-        data: dict[int, Part] = {}
-        sizes: set[int] = set()
+        data, sizes = dict[int, Part](), set[int]()
         calls_of: dict[int, list[int]] = {}
         for at in self._loose_data:
             calls_of.setdefault(self._data[at][0].file, []).append(at)
