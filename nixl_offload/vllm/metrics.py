@@ -102,13 +102,10 @@ class MetricsReporter:
     @_harmless
     def settled(self, settled: Settled) -> None:
         """Count the chunks of a ticket."""
-        counted = Counter(
-            (settled.kind, settled.failed.get(key, Outcome.OK).value, self._kinds[tier])
-            for key, tier in zip(settled.keys, settled.tiers, strict=True)
-            if tier >= 0
-        )
-        for labels, chunks in counted.items():
-            self.add("chunks", chunks, *labels)
+        counted = Counter(zip(settled.tiers, map(settled.failed.get, settled.keys), strict=True))
+        for (tier, outcome), chunks in counted.items():
+            if tier >= 0:
+                self.add("chunks", chunks, settled.kind, (outcome or Outcome.OK).value, self._kinds[tier])
 
     @_harmless
     def looked_up(self, asked_tokens: int, parts: Sequence[Part], loaded_tokens: int) -> None:
