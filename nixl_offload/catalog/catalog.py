@@ -466,7 +466,8 @@ class Catalog:
                 continue
             evicted: list[Key] = []
             location = tier.reserve(key, needed, evicted)
-            self.note_removed(position, evicted)
+            if evicted:
+                self.note_removed(position, evicted)
             if location is None:
                 refused.add((position, needed))
                 continue

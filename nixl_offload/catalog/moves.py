@@ -303,8 +303,7 @@ class Moves:
         refused: set[int] = set()
         """Slot sizes that the tier has no room for."""
         is_blocked = False
-        for key, (since_s, prefetch) in islice(waiting.items(), _MAX_LOOKED_AT):
-            state = tier.state(key)
+        for (key, (since_s, prefetch)), state, nearest in self._looked_at(target):
             if state is _EVICTING:  # a pin still holds it
                 if now_s - since_s >= PATIENCE_S:
                     over.append((key, "refused"))
@@ -312,7 +311,7 @@ class Moves:
             if state is not None:
                 over.append((key, ""))
                 continue
-            (source,) = self._catalog.where((key,), range(target) if prefetch is None else prefetch.allowed)
+            source = nearest if prefetch is None else self._catalog.where((key,), prefetch.allowed)[0]
             if source is None or not self._tiers[source].in_use:
                 over.append((key, "gone"))
                 continue
@@ -345,6 +344,15 @@ class Moves:
                     break
                 self._drop(target, key, "refused")
         return begun
+
+    def _looked_at(self, target: int) -> Iterator[tuple[tuple[Key, _Pending], State | None, int | None]]:
+        """Yield pending moves, the oldest first, with their state in the target and the nearest tier that has them."""
+        pending = list(islice(self._pending[target].items(), _MAX_LOOKED_AT))
+        for first in range(0, len(pending), MAX_BEGUN):
+            some = pending[first : first + MAX_BEGUN]
+            keys = [key for key, _ in some]
+            states, nearest = self._tiers[target].states(keys), self._catalog.where(keys, range(target))
+            yield from zip(some, states, nearest, strict=True)
 
     def _divide(self, moves: Sequence[Move]) -> Iterator[list[Move]]:
         """Yield the moves of one ticket at a time."""
