@@ -17,7 +17,7 @@ from nixl_offload.catalog.moves import ChainOptions, Move, Moves
 from nixl_offload.index import State
 from nixl_offload.tiers.base import Tier
 from nixl_offload.tiers.slot_tier import MemoryTier, SlotTier
-from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome, worst
+from nixl_offload.types import Key, Location, Locations, Lookup, LookupContext, Outcome, worst
 
 TRIAL_S: Final = 10.0
 """A disabled tier gets one chunk in this time: ranks look at their storage again when they store."""
@@ -302,7 +302,7 @@ class Catalog:
         if not granted:
             return None
         ticket = self._open("store", granted, locations, now_s, doubtful=doubtful)
-        return StoreTicket(ticket, tuple(granted), tuple(locations))
+        return StoreTicket(ticket, tuple(granted), Locations(locations))
 
     def prepare_load(self, keys: Iterable[Key], now_s: float, allowed: Collection[int] | None = None) -> LoadTicket:
         """Pin ``keys`` and return where they are, among the tiers ``allowed``. A key that is gone gets ``NOWHERE``.
@@ -320,9 +320,9 @@ class Catalog:
         slots = self._reserve_promotions(wanted, locations)
         promoted = [(key, slot) for key, slot in zip(wanted, slots, strict=True) if slot is not None]
         if not promoted:
-            return LoadTicket(ticket, wanted, tuple(locations))
+            return LoadTicket(ticket, wanted, Locations(locations))
         promotion = self._open("promotion", [key for key, _ in promoted], [slot for _, slot in promoted], now_s)
-        return LoadTicket(ticket, wanted, tuple(locations), promotion, tuple(slots))
+        return LoadTicket(ticket, wanted, Locations(locations), promotion, tuple(slots))
 
     def begin_moves(self, now_s: float) -> list[MoveTicket]:
         """Begin moves to farther tiers and into memory: sources pinned, targets reserved. Called each step."""
@@ -331,7 +331,7 @@ class Catalog:
             keys, sources, targets, _ = zip(*moves, strict=True)
             kind: Kind = "prefetch" if targets[0].tier == self.chain.memory else "write_through"
             number = self._open(kind, keys, targets, now_s, moves=tuple(moves))
-            tickets.append(MoveTicket(number, keys, sources, targets))
+            tickets.append(MoveTicket(number, keys, Locations(sources), Locations(targets)))
         return tickets
 
     # What has ended
