@@ -93,13 +93,13 @@ class Side(rigs.Rig):
 
     def ask(self, _: int, request: Request, count: int) -> None:
         """Ask ``count`` copies of a request that has a hit and waits for blocks. They come in the first turn."""
-        ask = self.scheduler.get_num_new_matched_tokens
         for at in range(len(self.waiting), count):
             self.waiting.append(copy.copy(request))
             self.waiting[at].request_id = str(at)
             self.scheduler.on_new_request(self.waiting[at])
-            assert ask(self.waiting[at], 0)[0]
-        self.timed("waiting", lambda: [ask(each, 0) for each in self.waiting])
+        ask = self.scheduler.get_num_new_matched_tokens
+        answers = self.timed("waiting", lambda: [ask(each, 0) for each in self.waiting])
+        assert all(found for found, _ in answers)
         self.work("waiting")
 
 

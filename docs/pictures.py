@@ -27,7 +27,7 @@ OURS, SLAB, PEER, FLOOR, CACHED = "#d62728", "#ff9896", "#4c78a8", "#b8b8b8", "#
 def figure(**options: Any) -> tuple[Any, Any]:
     """Return a figure and its panels, which become the same SVG each time."""
     mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "nixl-offload"
+    mpl.rcParams.update({"svg.hashsalt": "nixl-offload", "svg.fonttype": "none"})
     from matplotlib import pyplot
 
     return pyplot.subplots(layout="constrained", squeeze=False, **options)
@@ -91,6 +91,9 @@ def scheduler(file: str) -> None:
                 panel.plot(at, [times[len(times) // 2] for times in ms], "o-", color=shade, markersize=3, label=side)
                 panel.vlines(at, [times[0] for times in ms], [times[-1] for times in ms], color=shade, linewidth=1)
             panel.set(xscale="log", yscale="log")
+            panel.minorticks_off()
+            apart = [point for point, later in zip(at, [*at[1:], at[-1] * 9], strict=True) if later > 2 * point]
+            panel.set_xticks(apart, [f"{point / 1000:.0f} k" if point > 1000 else f"{point}" for point in apart])
             panel.tick_params(labelsize=7)
             panel.set_xlabel(
                 axis if axis == "tokens" else f"requests of {max(row['tokens'] for row in rows):,} tokens", fontsize=7
