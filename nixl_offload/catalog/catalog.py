@@ -275,6 +275,7 @@ class Catalog:
         granted: list[Key] = []
         locations: list[Location] = []
         refused: set[tuple[int, int]] = set()
+        evicted: list[list[Key]] = [[] for _ in self.tiers]
         is_full = False
         doubtful = tuple(position for position, tier in self._numbered if request_id and not tier.answered(request_id))
         found = list(zip(keys, self._states(keys, doubtful), strict=True))
@@ -290,7 +291,7 @@ class Catalog:
                 continue
             location = None
             if None in states and not is_full:  # else every tier writes or evicts it
-                location = self._reserve_nearest(key, states, refused, now_s)
+                location = self._reserve_nearest(key, states, refused, evicted, now_s)
                 is_full = location is None
             if location is not None:
                 granted.append(key)
@@ -299,6 +300,8 @@ class Catalog:
                 self.counts["unstored_chunks", "unanswered"] += 1
             elif None in states:
                 self.counts["unstored_chunks", "no_room"] += 1
+        for position, gone in enumerate(evicted):
+            self.note_removed(position, gone)
         if not granted:
             return None
         ticket = self._open("store", granted, locations, now_s, doubtful=doubtful)
@@ -442,14 +445,19 @@ class Catalog:
         return offers >= self._store_after
 
     def _reserve_nearest(
-        self, key: Key, states: Sequence[State | None], refused: set[tuple[int, int]], now_s: float
+        self,
+        key: Key,
+        states: Sequence[State | None],
+        refused: set[tuple[int, int]],
+        evicted: Sequence[list[Key]],
+        now_s: float,
     ) -> Location | None:
         """Make ``key`` WRITING in the nearest tier that takes it. None: none does. ``states``: of the key, by tier.
 
         A tier with a full backlog is busy: the chunk is dropped, never queued. But the tier is skipped if no store to
         it has ended for ``pending_limit_s``. A tier is also skipped if it has no room, or if a rank has disabled it. A
         slab that is the farthest tier is not: its ranks refuse, and look at it again. ``refused``: pairs of tier and
-        slot size without room, kept by the caller.
+        slot size without room; ``evicted``: by tier, chunks that made room. The caller keeps both.
         """
         needed = self.slot_bytes(key)
         for position, tier in self._numbered:
@@ -464,10 +472,7 @@ class Catalog:
                 if now_s - self._ended_s[position] <= self._pending_limit_s:
                     return None
                 continue
-            evicted: list[Key] = []
-            location = tier.reserve(key, needed, evicted)
-            if evicted:
-                self.note_removed(position, evicted)
+            location = tier.reserve(key, needed, evicted[position])
             if location is None:
                 refused.add((position, needed))
                 continue

@@ -153,17 +153,17 @@ class SlotTier(Tier):
         return self._index.state(key) is State.READY
 
     def _make_room(self, key: Key, slot_bytes: int, evicted: list[Key]) -> int | None:
-        for other in self._allocator.to_give_up(slot_bytes):
-            if self._gives_way(other):
-                self.drop(other)
-                evicted.append(other)
-        offset = self._allocator.allocate(key, slot_bytes)
+        given_up = [other for other in self._allocator.to_give_up(slot_bytes) if self._gives_way(other)]
+        for other in given_up:
+            self.drop(other)
+        evicted += given_up
+        offset = self._allocator.allocate(key, slot_bytes) if given_up else None
         if offset is None and (victim := self._index.evict(slot_bytes)) is not None:
             if self._durable is not None:
                 self._durable.delete(victim[1])
-            self._free(victim[1])
             evicted.append(victim[0])
-            offset = self._allocator.allocate(key, slot_bytes)
+            offset = victim[1].offset
+            self._allocator.pass_on(key, offset, slot_bytes)
         return offset
 
     def _free(self, location: Location | None) -> None:

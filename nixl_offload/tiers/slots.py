@@ -252,6 +252,13 @@ class SlotAllocator:
         self._took(wanted, number, extent)
         return True
 
+    def pass_on(self, key: Key, offset: int, slot_bytes: int) -> None:
+        """Give a taken slot to another chunk. Raises as ``free``."""
+        owner, number, slot = self._find(offset, slot_bytes, "passed on")
+        owner.extents[number].keys[slot] = key
+        if number == self._draining:  # this size has no other extent with room, so stop draining
+            self._draining = None
+
     def free(self, offset: int, slot_bytes: int) -> None:
         """Take a slot back. Raises IndexStateError, changing nothing, if it is not taken or has another size."""
         owner, number, slot = self._find(offset, slot_bytes, "freed")

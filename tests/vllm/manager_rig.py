@@ -353,6 +353,14 @@ class Rig:
 
     # What is asked
 
+    def lookups(self) -> int:
+        """How often vLLM's half has looked requests up since the last call."""
+        stats = self.scheduler.get_stats()
+        if stats is None:
+            return 0
+        observed: dict[Any, list[float]] = stats.data["data"].get("vllm:kv_offload_lookup_sync_delay_seconds", {})
+        return len(observed.get((), []))
+
     def events(self) -> list[tuple[str, str, bool, list[int]]]:
         """Return the events since the last call: medium, locality, removed, chunks."""
         return [
@@ -398,11 +406,3 @@ class Matching(Rig):
 
     def question(self, computed: int = 0, most: int | None = None) -> tuple[int | None, bool]:
         return self.ask("request", computed, most)
-
-    def lookups(self) -> int:
-        """How often vLLM's half has looked the request up since the last call."""
-        stats = self.scheduler.get_stats()
-        if stats is None:
-            return 0
-        observed: dict[Any, list[float]] = stats.data["data"].get("vllm:kv_offload_lookup_sync_delay_seconds", {})
-        return len(observed.get((), []))

@@ -6,6 +6,7 @@ Threading: the caller's thread. Ownership: ``Rig`` owns the worker; the test shu
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,7 @@ class Rig:
 
     def status(self) -> RankStatus:
         """Wait until the rank says how it stands."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not (told := self.worker.take_status()):
-            assert time.monotonic() < deadline, "the rank says nothing"
-            time.sleep(0.001)
-        return told[0]
+        return self._until(self.worker.take_status)[0]
 
     def fill(self, block: int, seed: int) -> None:
         """Write bytes that are unique to this block and seed."""
@@ -91,12 +88,16 @@ class Rig:
     def results(self, count: int = 1) -> list[Completion]:
         """Wait for jobs as vLLM does: ask again and again."""
         found: list[Completion] = []
-        deadline = time.monotonic() + DEADLINE_S
         while len(found) < count:
-            assert time.monotonic() < deadline, f"{len(found)} of {count} jobs reported"
-            found += self.worker.engine.finished()
-            time.sleep(0.001)
+            found += self._until(self.worker.engine.finished)
         return found
+
+    def _until(self, ask: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + DEADLINE_S
+        while not (told := ask()):
+            assert time.monotonic() < deadline, "the rank says nothing"
+            time.sleep(0.001)
+        return told
 
     def store(self, blocks: list[int], *slots: int) -> None:
         """Store whole chunks and wait."""

@@ -4,7 +4,6 @@ stored in a step. Starts no engine.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +11,13 @@ from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
 from nixl_offload.types import Outcome
 from nixl_offload.vllm import connector_scheduler
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from tests.vllm import manager_rig
-from tests.vllm.manager_rig import BLOCKS_PER_CHUNK, CHUNK_TOKENS, Matching, observe
+from tests.vllm.manager_rig import BLOCKS_PER_CHUNK, CHUNK_TOKENS, Matching, Rig, config_of, memory_tier, observe
 
 
 @pytest.fixture
@@ -118,6 +116,16 @@ def test_a_long_hit_is_read_into_memory_while_its_request_waits(end: str, matchi
     assert moves.bytes_under_way == [0, 0]
 
 
+def test_a_waiting_request_keeps_its_answer_however_many_others_are_evicted(keep: Callable[[Rig], Rig]) -> None:
+    rig = keep(Rig(config_of(memory_tier(304))))
+    rig.store(*range(300))
+    rig.arrive("waits", range(4 * CHUNK_TOKENS + 1))
+    rig.store_keys(rig.keys("waits"))
+    assert (rig.ask("waits"), rig.lookups()) == ((4 * CHUNK_TOKENS, True), 1)
+    rig.store(*range(300, 600))
+    assert (rig.ask("waits"), rig.lookups()) == ((4 * CHUNK_TOKENS, True), 0)
+
+
 @pytest.mark.parametrize("memory", [True, False])
 def test_a_chunk_is_described_until_the_last_tier_has_told_that_it_went(
     memory: bool, matching: Callable[..., Matching]
@@ -160,10 +168,9 @@ def test_requests_without_a_new_chunk_are_passed_over_and_nothing_else_is(seed: 
         told: list[Any] = []
         while not request.is_finished():
             tokens = chances.choice([1, 1, 1, 7, CHUNK_TOKENS - 1, CHUNK_TOKENS])
-            empty = SchedulerOutput.make_empty()
-            output = dataclasses.replace(empty, num_scheduled_tokens={"request": tokens, "unknown": 1})
+            output = manager_rig.step_of({"request": tokens, "unknown": 1})
             if chances.random() < 0.05:
-                output = dataclasses.replace(empty, finished_req_ids={"request"})
+                output = manager_rig.step_of(finished_req_ids={"request"})
                 request.status = RequestStatus.FINISHED_STOPPED
             jobs = build(side.scheduler, output).values()
             told.append([(job.src_spec.block_ids.tolist(), job.dst_spec.ticket.keys) for job in jobs])
