@@ -144,7 +144,7 @@ def simulate(server: Server, policy: Policy, requests: int) -> Figures:
                 request = ready.popleft()
             else:
                 request = waiting.popleft()
-                tokens_to_load = policy.choose(request, len(waiting) + len(held), len(running), now_s)
+                tokens_to_load = policy.choose(request, len(waiting), len(running), now_s)
                 if tokens_to_load is None:
                     held.append(request)
                     continue
