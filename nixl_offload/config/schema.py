@@ -334,8 +334,9 @@ class Config(_Model):
     tenant: TenantName = "default"
     """Servers never find chunks of another tenant."""
     chunk_tokens: int = Field(default=256, ge=1)
-    """Tokens per stored chunk, rounded up to whole blocks of vLLM's; of a model that keeps a state (Mamba, GDN) a chunk
-    is one block. Larger chunks make fewer, faster transfers. The short rest of a prompt is never stored."""
+    """Tokens per stored chunk, rounded up to whole blocks of vLLM's. 1, the default if memory is the only tier: one
+    block, or as many as have 256 KiB on each rank. A model that keeps a state (Mamba, GDN) has one block. Larger
+    chunks make fewer, faster transfers. The short rest of a prompt is never stored."""
     verify: Verify = "checksum"
     """``checksum``: every byte read from a drive, directory or bucket is verified, and of chunks in this process's own
     memory identity and length. ``always``: every byte of those, too; stores to and loads from memory are slower then.
@@ -404,6 +405,8 @@ class Config(_Model):
         if self.authenticate is not None and not self.shared:
             said = "has no meaning without a tier of kind shared_dir or s3, where others write, too; remove it"
             raise _refusal(said, "authenticate")
+        if not self.stored and "chunk_tokens" not in self.model_fields_set:
+            self.__dict__["chunk_tokens"] = 1  # the model is frozen
         return self
 
     @property

@@ -30,7 +30,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import re
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
@@ -49,7 +48,7 @@ from nixl_offload.errors import NotSupportedError
 from nixl_offload.units import format_duration
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.identity import reason_to_stay_off
-from nixl_offload.vllm.kv_caches import RankCaches, keeps_state, offloaded_groups, retained_blocks, without_padding
+from nixl_offload.vllm.kv_caches import RankCaches, chunk_blocks, offloaded_groups, without_padding
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.messages import RankGeometry, StepMetadata
 from nixl_offload.vllm.metrics import DEFINITIONS
@@ -250,17 +249,10 @@ class NixlOffloadConnector(OffloadingConnector):
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         extra = transfer.kv_connector_extra_config
-        dcp, groups = vllm_config.parallel_config.decode_context_parallel_size, offloaded_groups(kv_cache_config)
-        tokens = [resolve_dcp_kv_block_size(group.kv_cache_spec, dcp) for group in groups]
         if extra.get("spec_name") != SPEC_NAME:  # in one process both roles share this mapping
             extra.update(merge_extra_config(extra, config))
         extra["spec_name"] = SPEC_NAME
-        # vLLM keeps state at the end of a prompt's last whole block, where a chunk of several blocks rarely ends.
-        has_state = keeps_state(kv_cache_config)
-        wanted = 1 if has_state else -(-config.chunk_tokens // max(tokens))
-        extra["blocks_per_chunk"] = blocks = retained_blocks(
-            wanted, tokens, kv_cache_config, vllm_config.cache_config.prefix_cache_retention_interval or 0
-        )
+        extra["blocks_per_chunk"], line = chunk_blocks(config.chunk_tokens, vllm_config, kv_cache_config)
         warning = turn_off_loads_within_the_step(extra)
         connector: NixlOffloadConnector = super().__new__(cls)
         connector.spec = NixlOffloadSpec(
@@ -271,17 +263,8 @@ class NixlOffloadConnector(OffloadingConnector):
         )
         resolve_mamba_align_size(connector.spec, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
-            if blocks * max(tokens) != config.chunk_tokens:
-                logger.info(
-                    "A chunk is %d tokens, not %d: %s",
-                    blocks * max(tokens),
-                    config.chunk_tokens,
-                    "one of vLLM's blocks, because this model keeps a state; --block-size makes larger ones"
-                    if has_state
-                    else "prefix_cache_retention_interval must be a multiple of it"
-                    if blocks != wanted
-                    else f"vLLM's blocks hold {max(tokens)}, and a chunk is whole blocks",
-                )
+            if line:
+                logger.info("%s", line)
             if warning:
                 logger.warning("%s", warning)
             # Read by vLLM's scheduler right after it has built the connector.

@@ -27,17 +27,15 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def refusal(mapping: Any, source: str = "inline") -> str:
+def refusal(what: Any, source: str = "inline") -> str:
     with pytest.raises(ConfigError) as caught:
-        parse_config(mapping, source)
+        load_config(what) if isinstance(what, Path) else parse_config(what, source)
     return str(caught.value)
 
 
 def file_refusal(tmp_path: Path, text: str) -> str:
     path = write(tmp_path, text)
-    with pytest.raises(ConfigError) as caught:
-        load_config(path)
-    return str(caught.value).replace(str(path), "kv.yaml")
+    return refusal(path).replace(str(path), "kv.yaml")
 
 
 def test_a_chain_is_read_and_rendered_back() -> None:
@@ -49,6 +47,8 @@ def test_a_chain_is_read_and_rendered_back() -> None:
     assert (config.memory.capacity_bytes, config.memory.lazy) == (32 << 30, False)
     assert config.to_dict()["tiers"][0] == memory
     assert parse_config(config.to_dict()) == config
+    chains = [MEMORY_TIER], [memory, SLAB_TIER], [SLAB_TIER, {**SHARED_DIR_TIER, "path": "/mnt/nvme/kv-shared"}]
+    assert [parse_config({"tiers": tiers}).chunk_tokens for tiers in chains] == [1, 256, 256]
 
 
 @pytest.mark.parametrize(
@@ -136,10 +136,6 @@ def test_refusals_name_path_value_and_what_is_allowed(mapping: dict[str, Any], w
     assert message.startswith(f"inline: {where}: ")
     assert said in message
     assert "\n" not in message, "one fault, one line"
-
-
-def test_directories_side_by_side_are_taken() -> None:
-    parse_config({"tiers": [SLAB_TIER, {**SHARED_DIR_TIER, "path": "/mnt/nvme/kv-shared"}]})
 
 
 def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.vllm.fuzz_rig import FuzzedEngine
 
 RUNNERS = {"first runner": False, "second runner": True}
-MEDIA = ("memory", "lazy", "slab", "tree", "chain")
+MEDIA = ("memory", "lazy", "blocks", "slab", "tree", "chain")
 BLOCKS = 60
 
 
@@ -79,6 +79,7 @@ def start_family(
     tiers = {
         "memory": [memory],
         "lazy": [{**memory, "lazy": True, "capacity": "648KiB"}],
+        "blocks": [{**memory, "lazy": True, "capacity": "720KiB"}],
         "slab": [slab],
         "tree": [tree_tier(path / "tree")],
         "chain": [
@@ -99,7 +100,8 @@ def start_family(
     config = vllm_config_of(
         model,
         (family.kinds,),
-        {"staging": "8MiB", "tiers": tiers, "vllm": {"offload_prompt_only": False}},
+        {"staging": "8MiB", "tiers": tiers, "vllm": {"offload_prompt_only": False}}
+        | ({"chunk_tokens": BLOCK_TOKENS} if medium == "blocks" else {}),
         max_model_len=MAX_TOKENS,
         max_num_batched_tokens=128,
         prefix_cache_retention_interval=family.retention_tokens,

@@ -41,7 +41,7 @@ from nixl_offload.engine.packer import HostPacker, pages_of
 from nixl_offload.engine.streams import READY
 from nixl_offload.errors import LayoutError, NotSupportedError
 from nixl_offload.vllm import rank_shards
-from nixl_offload.vllm.kv_caches import RankCaches, layer_pages, regions_of, understood_pages
+from nixl_offload.vllm.kv_caches import RankCaches, chunk_blocks, layer_pages, regions_of, understood_pages
 from nixl_offload.vllm.rank_shards import RankShards, cut_by_config, cut_chunks, has_replicas
 
 Bytes = npt.NDArray[np.uint8]
@@ -183,8 +183,7 @@ def test_bytes_are_those_of_vllms_canonical_pages(layout: str, total: int, tp: i
     names, heads = ["a.0", "a.1", "a.2"], max(1, total // tp)
     model = computed(names, total)
     replicas = max(1, tp // total)
-    pages: dict[str, Bytes] = {}
-    shards: list[Bytes] = []
+    pages, shards = dict[str, Bytes](), list[Bytes]()
     for rank in range(tp):
         memory = Memory(vllm_config(total, tp, rank, layout), [group(full(heads), *names)])
         memory.write(model, local_heads(total, tp, rank))
@@ -519,3 +518,15 @@ def test_context_parallelism_is_not_cut_and_leaves_fewer_replicas() -> None:
     config.parallel_config.prefill_context_parallel_size = 2
     with pytest.raises(NotSupportedError, match="context parallelism"):
         cut_by_config(config, ShardCut(heads=8))
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "groups", "blocks"),
+    [((32, 8, 128), 1, 1, 1), ((32, 8, 128), 8, 1, 4), ((24, 2, 64), 1, 1, 6), ((36, 8, 64), 8, 2, 14)],
+)
+def test_a_small_chunk_is_a_block_or_has_256_kib_on_each_rank(model: Any, ranks: int, groups: int, blocks: int) -> None:
+    layers, heads, size = model
+    config, caches = vllm_config(heads, ranks), [group(full(1), str(number)) for number in range(groups)]
+    config.model_config.get_head_size, config.model_config.get_num_kv_heads = lambda: size, lambda _: heads // ranks
+    config.model_config.get_total_num_hidden_layers = lambda: layers
+    assert chunk_blocks(1, config, Memory(config, caches).config)[0] == blocks
