@@ -292,7 +292,7 @@ class Catalog:
             location = None
             if None in states and not is_full:  # else every tier writes or evicts it
                 location = self._reserve_nearest(key, states, refused, evicted, now_s)
-                is_full = location is None
+                is_full = location is None and _READY not in states
             if location is not None:
                 granted.append(key)
                 locations.append(location)
@@ -366,11 +366,15 @@ class Catalog:
                 self._note_recent(keys)
                 self.tiers[position].unpin(reversed(keys))
                 self.note_removed(position, self.tiers[position].after_load(keys, among, now_s))
-                if position == self.chain.memory:
-                    self._give_up(reversed(keys))
             else:
                 self.tiers[position].after_store(keys, among, now_s)
         return Settled(record.kind, record.keys, failed, tiers)
+
+    def give_up(self, keys: Sequence[Key]) -> None:
+        """Let memory drop chunks that it takes once they leave the GPU, but those that a farther tier waits for."""
+        memory = self.tiers[self.chain.memory or 0]
+        if isinstance(memory, MemoryTier):
+            self.note_removed(self.chain.memory or 0, memory.give_up(keys, self.moves.is_pending))
 
     def clear(self) -> None:
         """Forget every chunk, and the changes not taken yet. Locations in use come back as their tickets settle.
@@ -550,11 +554,4 @@ class Catalog:
                 self.note_removed(move.source.tier, source.after_load([move.key], {move.key: outcome}, now_s))
             self.moves.settled(move, outcome.value if outcome else "ok" if move.key in ready else "gone", now_s)
             if move.source.tier == self.chain.memory and move.key in ready and self.chain.gpu_has(move.key):
-                self._give_up((move.key,))
-
-    def _give_up(self, keys: Iterable[Key]) -> None:
-        """Let memory drop chunks that the GPU has, but those that a farther tier still waits for."""
-        memory = self.tiers[self.chain.memory or 0]
-        if isinstance(memory, MemoryTier):
-            given_up = memory.give_up([key for key in keys if not self.moves.is_pending(key)])
-            self.note_removed(self.chain.memory or 0, given_up)
+                self.give_up((move.key,))

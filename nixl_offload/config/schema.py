@@ -187,8 +187,8 @@ class MemoryConfig(_Tier):
     lazy: bool = True
     """Take a chunk when vLLM is about to evict it from the GPU, and give up first what the GPU has: memory and GPU then
     hold different chunks. Farther tiers get a chunk when it is computed, and load straight to the GPU. Without farther
-    tiers, a reset of vLLM's prefix cache loses what memory lacks. ``false``, KV events or ``store_after``: take a chunk
-    when it is computed, and keep what farther tiers serve."""
+    tiers, a reset of vLLM's prefix cache loses what memory lacks. ``false``, KV events, ``store_after`` or
+    ``kv_consumer``: take a chunk when it is computed, and keep what farther tiers serve."""
 
 
 class DirectoryConfig(_Tier):

@@ -9,7 +9,7 @@ rank allocates its part of a memory tier at start.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from nixl_offload.config import MemoryConfig
@@ -215,11 +215,12 @@ class MemoryTier(SlotTier):
         )
         return cls(context.position, Place(context.namespace.digest), allocator)
 
-    def give_up(self, keys: Iterable[Key]) -> list[Key]:
-        """Drop chunks that the GPU has, if memory is nearly full. Returns the dropped ones."""
+    def give_up(self, keys: Sequence[Key], is_needed: Callable[[Key], bool]) -> list[Key]:
+        """Drop chunks that the GPU has, but those for which ``is_needed``, if memory is nearly full. Returns them."""
         if not self.is_exclusive or self._allocator.used_bytes <= NEARLY_FULL * self._allocator.rank_bytes:
             return []
-        given_up = [key for key in keys if self._gives_way(key)]
+        ready = [key for key, state in zip(keys, self.states(keys), strict=True) if state is State.READY]
+        given_up = [key for key in ready if self._gives_way(key) and not is_needed(key)]
         for key in given_up:
             self.drop(key)
         return given_up

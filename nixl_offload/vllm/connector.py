@@ -322,7 +322,8 @@ class NixlOffloadConnector(OffloadingConnector):
         if scheduler is None:
             return
         scheduler.watch_prefix_cache(lambda: pool.cached_block_hash_to_block)
-        if self.spec.config_file.stores_lazily and not self.spec.config.enable_kv_cache_events:
+        is_lazy = self.spec.config_file.stores_lazily and not self.spec.config.enable_kv_cache_events
+        if is_lazy and scheduler.ever_stores:
             scheduler.store_lazily(pool, self.spec.vllm_config.scheduler_config.max_num_batched_tokens)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -57,7 +57,8 @@ class LazyStores:
     def __contains__(self, key: bytes) -> bool:
         """Whether a chunk is remembered, and vLLM's cache still has it."""
         block = self._pool.cached_block_hash_to_block.get_one_block(BlockHashWithGroupId(key))
-        return block is not None and block.block_id in self._chunks
+        chunk = None if block is None else self._chunks.get(block.block_id)
+        return chunk is not None and chunk.key == key
 
     def put_off(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:
         """Remember chunks of a request. Returns the others, which must be stored now or never: vLLM's cache does not

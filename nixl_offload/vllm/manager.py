@@ -245,19 +245,19 @@ class NixlOffloadManager(OffloadingManager):
         return TicketSpec(ticket, notes.adapter)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Called by vLLM's ``_build_store_jobs``: reserve room for chunks that no tier has. Takes fewer, or none, if
-        room is short or storage too slow.
-        """
-        notes, ticket, leaving = notes_of(req_context), None, list[OffloadKey]()
+        """Called by vLLM's ``_build_store_jobs``: reserve room for what no tier has; for less if room is short."""
+        notes, ticket, wanted, leaving = notes_of(req_context), None, cast("Collection[Key]", keys), set[Key]()
         may_store = self._slot_bytes and not self._reopens and notes.stores and notes.knows_keys
         if may_store and self.lazy is not None:
-            leaving = self.lazy.put_off(keys, req_context)
-            if not self.catalog.is_chain:
-                keys = leaving
-        if may_store and keys:
-            wanted, now_s = cast("Collection[Key]", keys), time.monotonic()
-            ticket = self.catalog.reserve(wanted, now_s, req_context.req_id, cast("set[Key]", set(leaving)))
+            others = cast("list[Key]", self.lazy.put_off(keys, req_context))
+            leaving = set(others)
+            put_off = [key for key in wanted if key not in leaving]
+            wanted = wanted if self.catalog.is_chain else others
+        if may_store and wanted:
+            ticket = self.catalog.reserve(wanted, time.monotonic(), req_context.req_id, leaving)
             self.metrics.look_soon()
+        if may_store and self.lazy is not None:
+            self.catalog.give_up(put_off)
         ticket = ticket or _NO_STORE
         return PrepareStoreOutput(
             keys_to_store=cast("list[OffloadKey]", list(ticket.keys)),

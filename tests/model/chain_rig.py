@@ -63,6 +63,7 @@ class ChainRig:
         engine.offers.update(keys)
         leaving = keys[::2] if engine.is_exclusive else ()
         grant = engine.catalog.reserve(keys, self.world.now_s, leaving=leaving)
+        engine.catalog.give_up([key for key in keys if key not in leaving])
         if grant is None:
             return
         assert len(set(grant.keys)) == len(grant.keys)

@@ -70,6 +70,15 @@ def test_memory_takes_what_the_gpu_is_about_to_evict_and_gives_up_what_it_has_ag
     assert [engine.rank.began_with[f"{at}"] for at in range(12)] == [0] * 4 + [len(PROMPTS[0]) - 1] * 8
 
 
+def test_memory_gives_up_no_window_when_its_prefix_was_loaded(start: Start) -> None:
+    """VLLM offers a window once, so it would be lost, and no hit is found without it."""
+    engine = start(FAMILIES["mixed"], "lazy", blocks=30)
+    for at, prompt in enumerate(PROMPTS[:2] * 4):
+        engine.ask(f"{at}", [*prompt, 1])
+        engine.settle()
+    assert [engine.rank.began_with[f"{at}"] for at in range(8)] == [0] * 2 + [len(PROMPTS[0])] * 6
+
+
 def test_after_a_reset_of_the_external_cache_no_block_that_slid_out_of_a_window_is_stored(start: Start) -> None:
     """A request with a window is running when the external cache is reset: all its chunks are offered again."""
     engine = start(Family("SS"), blocks=40)
