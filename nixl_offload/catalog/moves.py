@@ -169,11 +169,10 @@ class Moves:
         usable = [at for at in among if self._tiers[at].in_use]
         found = zip(keys, memory.states(keys), self._catalog.where(keys, allowed), strict=True)
         far = [key for key, state, at in found if at in usable and state is not _READY and state is not _EVICTING]
-        size_bytes = sum(map(self._catalog.slot_bytes, far))
-        taken_bytes = size_bytes + sum(fetch.taken_bytes for fetch in self.fetches.values())
-        if taken_bytes > memory.capacity_bytes * MEMORY_SHARE:
+        together = set(far).union(*(fetch.keys for fetch in self.fetches.values()))
+        if sum(map(self._catalog.slot_bytes, together)) > memory.capacity_bytes * MEMORY_SHARE:
             return False
-        fetch = _Prefetch(request_id, far, (), True, 0.0, allowed, now_s, len(far), size_bytes, moves_left=0)
+        fetch = _Prefetch(request_id, far, (), True, 0.0, allowed, now_s, len(far), moves_left=0)
         self.fetches[request_id] = fetch
         for key in far:
             self._enqueue(self._memory, key, _Pending(now_s, fetch))

@@ -119,6 +119,7 @@ def test_a_hit_is_fetched_for_a_request_that_waits(make: MakeChain, monkeypatch:
     assert not own.fetch("other tiers", keys(1), now_s, {FILE})
     assert own.fetch("a", keys(1, 2, 9), now_s, None)
     assert own.fetch("b", keys(3, 4), now_s, None)
+    assert own.fetch("like b", keys(3, 4), now_s, None), "counted once"
     assert not own.fetch("c", keys(5), now_s, None), "too many wait"
     [first, second] = begun(chain)
     assert (first.keys, second.keys) == ((key(1),), (key(2),))
