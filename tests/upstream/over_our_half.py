@@ -19,13 +19,15 @@ _VERSIONS = count()
 class MockedManager:
     """Answers what our half asks beyond vLLM's contract as if there were nothing to add; hands on the rest."""
 
-    catalog = SimpleNamespace(changes=[()], version=0, recent=(), tiers=())
+    moves_ahead = SimpleNamespace(fetches=(), awaits_fetch=lambda *_: False, end_fetch=lambda *_: None)
+    catalog = SimpleNamespace(changes=[()], version=0, recent=(), tiers=(), moves=moves_ahead)
     metrics = SimpleNamespace(worked=lambda *_: None, looked_up=lambda *_: None)
     decider = SimpleNamespace(
         prefill=SimpleNamespace(scheduled=lambda *_: None, ended=lambda *_: None),
         tokens_to_load=lambda hit, *_, **__: hit.tokens,
         wait_left_s=lambda *_: 60.0,
         may_wait=lambda *_, **__: True,
+        is_long=lambda *_: False,
     )
     """Loads every hit."""
     will_store = False
