@@ -399,6 +399,8 @@ class MendedScheduler(OffloadingConnectorScheduler):
         output.num_scheduled_tokens, output.finished_req_ids = {}, {name}
         jobs = super()._build_store_jobs(output)
         stored = {key for job_id in jobs for key in self._jobs[job_id].keys}
+        for job in (self._jobs[job_id] for job_id in jobs):  # prompts that part within a chunk share its first blocks
+            job.deferred_fence_block_ids = list(dict.fromkeys(job.deferred_fence_block_ids or ()))
         for key, chunk in due.items():
             if key not in stored and not cast("Any", self).offload_manager.is_known(key):
                 lazy.put_back(chunk)

@@ -79,6 +79,16 @@ def test_memory_gives_up_no_window_when_its_prefix_was_loaded(start: Start) -> N
     assert [engine.rank.began_with[f"{at}"] for at in range(8)] == [0] * 2 + [len(PROMPTS[0])] * 6
 
 
+def test_prompts_that_part_within_a_chunk_leave_the_gpu_together(start: Start) -> None:
+    """Their chunks share a block. vLLM's report of a store that names it twice would end the engine."""
+    engine = start(FULL, "lazy", blocks=38)
+    parts = [[*PROMPTS[0][: CHUNK_TOKENS * 3 // 2], *prompt[: CHUNK_TOKENS // 2]] for prompt in PROMPTS]
+    for prompt in [*parts, *PROMPTS[1:], *PROMPTS[1:]]:
+        engine.ask(f"{engine.rank.answers}", prompt)
+        engine.settle()
+    assert engine.rank.stored > len(parts)
+
+
 def test_after_a_reset_of_the_external_cache_no_block_that_slid_out_of_a_window_is_stored(start: Start) -> None:
     """A request with a window is running when the external cache is reset: all its chunks are offered again."""
     engine = start(Family("SS"), blocks=40)
