@@ -281,13 +281,11 @@ class NixlOffloadScheduler(MendedScheduler):
         if name in moves.fetches or not manager.decider.is_long(load, now_s):
             return False
         keys = self.hit_keys(state, computed_tokens + tokens)[computed_tokens // self.chunk_tokens :]
-        begun = moves.fetch(name, cast("list[Key]", keys), now_s, manager.allowed_tiers(state.req_context))
-        self._waiting[name] = not begun
-        return begun
+        self._waiting[name] = False
+        return moves.fetch(name, cast("list[Key]", keys), now_s, manager.allowed_tiers(state.req_context))
 
     def _weight(self, state: RequestOffloadState) -> float:
-        waiting = sum(self._waiting.values()) - self._waiting.get(state.req.request_id, False)
-        return weight_of(waiting, self._running)
+        return weight_of(sum(self._waiting.values()) - self._waiting.get(state.req.request_id, False), self._running)
 
     def _ask_vllm(self, state: RequestOffloadState, computed_tokens: int, most: int | None) -> int | None:
         return super().get_num_new_matched_tokens(state.req, computed_tokens, most)[0]
