@@ -216,7 +216,7 @@ class Catalog:
             elif answer is _PENDING and self._may_wait(self._writing_since[position].get(key, now_s), context, now_s):
                 pending = True
                 if position == self.chain.memory:
-                    break  # it is stored, or read from a farther tier, which need not read it twice
+                    break  # it comes from the GPU or a farther tier, which need not read it twice
         if pending:
             if context.request_id:
                 self._held_since.setdefault(context.request_id, now_s)
@@ -224,8 +224,8 @@ class Catalog:
         return _RETRY if retry else Lookup.MISS
 
     def leading_hits(self, keys: Sequence[Key], allowed: Collection[int] | None = None) -> int:
-        """Return how many of ``keys``, from the first on, can be loaded for sure: slots have them, and memory is not
-        about to. ``lookup`` says HIT for each; it may do so for the next key, too.
+        """Return how many of ``keys``, from the first on, can be loaded for sure: slots have them, and none is on its
+        way to memory. ``lookup`` says HIT for each; it may do so for the next key, too.
         """
         coming = () if self.chain.memory is None else self._writing_since[self.chain.memory]
         slots = [at for at, tier in self._among(allowed) if isinstance(tier, SlotTier)]

@@ -59,7 +59,7 @@ class ChainOptions:
 
 @dataclass(slots=True, eq=False)
 class _Prefetch:
-    """Chunks of one KV cache group, in the order in which they are looked up."""
+    """Chunks of one KV cache group, in prompt order or, of a window, from its end; of a hint, or of a waiting hit."""
 
     request_id: str
     """The request id for its lookups."""
@@ -162,7 +162,7 @@ class Moves:
         self._prefetches.append(_Prefetch(name, keys, end_tokens, is_prefix, limit_bytes, allowed, now_s))
 
     def fetch(self, request_id: str, keys: Sequence[Key], now_s: float, allowed: Collection[int] | None) -> bool:
-        """Begin to read what farther tiers have of a hit into memory. Whether its request is to wait for that."""
+        """Begin to read into memory what farther tiers have of a hit. Returns whether its request is to wait for it."""
         memory, among = self._tiers[self._memory], range(len(self._tiers)) if allowed is None else allowed
         if self._memory not in among or not isinstance(memory, SlotTier):
             return False

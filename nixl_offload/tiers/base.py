@@ -192,7 +192,7 @@ class Tier:
         """No more lookups will come for this request."""
 
     def answered(self, request_id: str) -> bool | None:
-        """Whether the lookups of this request were answered; None: not yet. Before, it stores nothing there."""
+        """Whether the lookups of this request were answered; None: not yet, so it has to wait with its stores."""
         return True
 
     def after_store(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:

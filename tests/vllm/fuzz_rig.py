@@ -359,6 +359,7 @@ class FuzzedEngine(PlayedEngine):
             "requests": len(half._req_status),
             "jobs": len(half._jobs),
             "fenced blocks": len(half._block_id_to_pending_jobs),
+            "fetches": len(half.offload_manager.catalog.moves.fetches),
             "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
         }
         return [f"{count} {what}" for what, count in counts.items() if count]
