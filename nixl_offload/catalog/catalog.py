@@ -342,8 +342,8 @@ class Catalog:
     def report(self, ticket: int, ranks: int, failures: Mapping[int, Outcome], now_s: float) -> Settled | None:
         """Take the reports of ``ranks`` ranks on a ticket: ``failures`` maps positions in its keys to outcomes.
 
-        Returns how it ended once the last rank has reported, else None. Unknown tickets are ignored. For a
-        write-through or a prefetch, CORRUPT says that the source is damaged; other failures do not affect the source.
+        Returns how it ended once the last rank has reported, else None. Unknown tickets are ignored. Of a fetch
+        for a request that waits, failures are the source's, as of a load; of other moves only CORRUPT is.
         """
         record = self._tickets.get(ticket)
         if record is None:
@@ -550,7 +550,8 @@ class Catalog:
             move, outcome = record.moves[at], record.failures.get(at)
             source = self.tiers[move.source.tier]
             source.unpin((move.key,))
-            if outcome is Outcome.CORRUPT:
+            is_fetch = move.prefetch is not None and move.prefetch.request_id in self.moves.fetches
+            if outcome is Outcome.CORRUPT or (outcome and is_fetch):
                 self.note_removed(move.source.tier, source.after_load([move.key], {move.key: outcome}, now_s))
             self.moves.settled(move, outcome.value if outcome else "ok" if move.key in ready else "gone", now_s)
             if move.source.tier == self.chain.memory and move.key in ready and self.chain.gpu_has(move.key):

@@ -129,6 +129,7 @@ def test_a_hit_is_fetched_for_a_request_that_waits(make: MakeChain, monkeypatch:
     own.end_fetch("b")
     assert [own.awaits_fetch(name, now_s) for name in ("a", "b")] == [True, False]
     chain.report(second.ticket, {0: Outcome.FAILED})
+    assert chain.holders(2) == [], "else its request would try the same once more"
     assert not own.awaits_fetch("a", now_s)
     assert begun(chain) == []
     assert not own.fetch("c", keys(1), now_s, None), "memory has it"
