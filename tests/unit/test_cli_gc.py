@@ -235,17 +235,15 @@ def test_sizes_and_times_for_people() -> None:
 NAME, BATCH_NAMES = BLUE.name, 4
 
 
-def fill(store: MemoryStore, chunks: int) -> None:
-    for number in range(chunks):
-        for rank in range(RANKS):
-            store.put(shard_name(NAME, key(number), rank), age_s=HOUR_S)
-
-
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
+    """Return a store with 1,000 chunks."""
     monkeypatch.setattr(collection, "_SPLIT_OBJECTS", 100)
     monkeypatch.setattr(collection, "_BATCH_NAMES", BATCH_NAMES)
-    return MemoryStore()
+    store = MemoryStore()
+    for number, rank in itertools.product(range(1000), range(RANKS)):
+        store.put(shard_name(NAME, key(number), rank), age_s=HOUR_S)
+    return store
 
 
 def collect(store: MemoryStore, part: float) -> collection.Collection:
@@ -263,7 +261,6 @@ def no_thread_is_left() -> bool:
 
 
 def test_a_large_namespace_is_counted_whole_and_swept_in_whole_chunks(store: MemoryStore) -> None:
-    fill(store, 1000)
     foreign = [f"{NAME}/{name}" for name in ("manifest.json", "00", "000", "7f0", "7f/x", "ff/", "zz/y")]
     for name in foreign:
         store.put(name)
@@ -280,8 +277,6 @@ def test_a_large_namespace_is_counted_whole_and_swept_in_whole_chunks(store: Mem
 
 
 def test_a_part_that_cannot_be_listed_ends_the_count(store: MemoryStore) -> None:
-    fill(store, 1000)
-
     def refuse(operation: str, name: str) -> None:
         if name.endswith("/80/"):
             raise StoreError("no", cause="server")
@@ -294,7 +289,6 @@ def test_a_part_that_cannot_be_listed_ends_the_count(store: MemoryStore) -> None
 
 
 def test_of_deletes_that_fail_every_object_is_counted(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill(store, 1000)
     calls = iter(range(10**6))
     remove = MemoryStore.delete
 
@@ -322,13 +316,6 @@ def chunk_of(age_s: float, size_bytes: int = 100, objects: int = 1) -> ChunkInfo
     return ChunkInfo(Key(bytes(36)), tuple(shards))
 
 
-def counted(chunks: list[ChunkInfo]) -> Ages:
-    ages = Ages(NOW_S)
-    for item in chunks:
-        ages.add(item)
-    return ages
-
-
 _AGES = st.floats(min_value=-100, max_value=3e7) | st.integers(0, 2000).map(float)
 _CHUNKS = st.lists(st.builds(chunk_of, _AGES, st.integers(0, 1000), st.integers(1, 4)), max_size=60)
 
@@ -343,7 +330,10 @@ def test_the_limits_are_kept_by_any_plan(
     chunks: list[ChunkInfo], max_bytes: int | None, older_than_s: float | None
 ) -> None:
     """Limits hold to within one age bucket."""
-    plan = make_plan(counted(chunks), max_bytes=max_bytes, older_than_s=older_than_s)
+    ages = Ages(NOW_S)
+    for item in chunks:
+        ages.add(item)
+    plan = make_plan(ages, max_bytes=max_bytes, older_than_s=older_than_s)
     taken = [(item, plan.takes(item)) for item in chunks]
     gone, kept = [item for item, goes in taken if goes], [item for item, goes in taken if not goes]
     assert all(item.modified_s < NOW_S - GRACE_S for item in gone)

@@ -76,14 +76,6 @@ def _store(rig: Rig, *keys: Key) -> None:
     rig.tier.after_store(keys, {}, rig.now())
 
 
-def _load(rig: Rig, *keys: Key, failed: dict[Key, Outcome] | None = None) -> list[Key]:
-    for key in keys:
-        rig.tier.pin((key,))
-    for key in keys:
-        rig.tier.unpin((key,))
-    return rig.tier.after_load(keys, failed or {}, rig.now())
-
-
 # Existence
 
 
@@ -418,7 +410,9 @@ def test_what_this_server_stores_is_served_without_a_look(make: MakeRig) -> None
     assert rig.tier.reserve(keys[2], SLOT, []) is not None
     _store(rig, *keys[:2])
     assert rig.ask("a", keys) == [Lookup.HIT, Lookup.HIT, Lookup.PENDING]
-    assert _load(rig, *keys[:2], failed={keys[1]: Outcome.FAILED}) == [keys[1]]
+    rig.tier.pin(keys[:2])
+    rig.tier.unpin(keys[:2])
+    assert rig.tier.after_load(keys[:2], {keys[1]: Outcome.FAILED}, rig.now()) == [keys[1]]
     assert rig.ask("a", keys) == [Lookup.HIT, Lookup.MISS]
     _store(rig, keys[1])
     assert rig.ask("b", keys) == [Lookup.HIT, Lookup.HIT, Lookup.PENDING]
@@ -525,19 +519,12 @@ def test_whole_chunks_are_found_whichever_rank_stands_for_them(make: MakeRig, st
     assert rig.hits("a", keys) == 60
     asked = {parsed.shard for name in store.names("head") if (parsed := parse_shard_name(name))}
     assert asked <= set(SPACE.shards(group))
-
-
-def test_a_group_that_the_model_does_not_have_is_a_miss_without_a_question(make: MakeRig, store: MemoryStore) -> None:
-    rig, keys = make(namespace=SPACE), keys_of(5, group=7)
-    assert rig.hits("a", keys) == 0
-    assert store.names("head") == []
+    asked_before = rig.heads()
+    assert rig.hits("b", keys_of(5, group=7)) == 0, "the model has no such group"
+    assert rig.heads() == asked_before
 
 
 # The search itself
-
-
-def chain(length: int, certain: int = 0) -> Search:
-    return Search(SearchKind.CHAIN, keys_of(length), certain)
 
 
 @pytest.mark.parametrize(("there", "questions"), [({3000}, 32), ({2950, 2999}, 32), (range(1500), 112), ((), 48)])
@@ -563,7 +550,7 @@ def test_a_window_is_looked_for_at_the_end_and_then_before_the_end_of_the_prefix
 @given(st.lists(st.booleans(), max_size=400), st.integers(0, 400), st.randoms(use_true_random=False))
 def test_holes_in_any_order_of_answers(there: list[bool], certain: int, random: object) -> None:
     """No key at or after a known absent one counts. The last keys before the boundary are asked about one by one."""
-    search = chain(len(there), certain)
+    search = Search(SearchKind.CHAIN, keys_of(len(there)), certain)
     absent, asked = set[int](), set[int]()
     while not search.done:
         positions = search.next_round()

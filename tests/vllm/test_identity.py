@@ -18,7 +18,7 @@ import torch
 import vllm.envs
 from huggingface_hub._revision import ResolvedRevision
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from vllm.config import ParallelConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.kv_cache_interface import (
@@ -143,15 +143,6 @@ def test_what_may_change_a_byte_parts_two_servers(build: Build, base: Namespace,
     other = namespace(build(**arguments))
     assert (other.digest != base.digest) is (arguments in COUNTS)
     assert (other.fields != base.fields) is (arguments in COUNTS)
-
-
-@pytest.mark.parametrize("name", ["cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size"])
-def test_which_tokens_lie_on_which_rank(build: Build, base: Namespace, name: str) -> None:
-    """With context parallelism: the same sizes, other tokens. Past the checks that want devices for it."""
-    other, copy = build(), object.__new__(ParallelConfig)
-    copy.__dict__.update(other.parallel_config.__dict__, **{name: 16})
-    other.parallel_config = copy
-    assert namespace(other).digest != base.digest
 
 
 @pytest.mark.parametrize(
@@ -481,12 +472,18 @@ def test_chunks_that_are_cut_have_one_namespace_for_all_sizes(build: Build) -> N
     assert other.digest != cut[2].digest
 
 
-@pytest.mark.parametrize("of", ["tensor", "pipeline", "prefill_context", "decode_context"])
-def test_each_parallel_size_counts_if_chunks_are_not_cut(build: Build, of: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"{of}_parallel_size" for of in ("tensor", "pipeline", "prefill_context", "decode_context")),
+        *("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size"),  # the same sizes, other tokens
+    ],
+)
+def test_how_ranks_share_the_model_counts_if_chunks_are_not_cut(build: Build, name: str) -> None:
     """Also if engines have as many ranks, with memory of the same shape."""
     made, ranks = build(), manager_rig.ranks(4)
     before = namespace(made, ranks=ranks).digest
-    setattr(made.parallel_config, f"{of}_parallel_size", 2)
+    setattr(made.parallel_config, name, 2)
     assert namespace(made, ranks=ranks).digest != before
 
 

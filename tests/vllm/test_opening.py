@@ -45,21 +45,18 @@ def restarted(tmp_path: Path, keep: Callable[[Matching], Matching]) -> Callable[
 
 
 @pytest.fixture
-def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], threading.Event]]:
-    """Make the opening of a slab hang in the scheduler's half, until the test ends or the returned event is set."""
+def hanging_slab(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The opening of a slab hangs in the scheduler's half until the test ends."""
     works, open_tier = threading.Event(), serving_tiers.open_tier
-    monkeypatch.setattr(serving_tiers, "CLOSE_S", 0.1)
 
     def opening(tier: Any, *arguments: Any) -> Any:
         if tier.kind == "slab":
             works.wait(DEADLINE_S)
         return open_tier(tier, *arguments)
 
-    def begin() -> threading.Event:
-        monkeypatch.setattr(serving_tiers, "open_tier", opening)
-        return works
-
-    yield begin
+    monkeypatch.setattr(serving_tiers, "CLOSE_S", 0.1)
+    monkeypatch.setattr(serving_tiers, "open_tier", opening)
+    yield
     works.set()
     for thread in threading.enumerate():
         if thread.name.startswith("nixl-offload-open"):
@@ -364,7 +361,9 @@ def test_an_opening_that_hangs_costs_hits_and_no_more(
 
 
 @pytest.mark.parametrize("kind", ["slab", "shared_dir"])
-@pytest.mark.parametrize("trouble", ["readonly", "full", "gone"])
+@pytest.mark.parametrize(
+    ("trouble", "mend"), [("make_read_only", "make_writable"), ("fill", "drain"), ("take_away", "bring_back")]
+)
 @pytest.mark.parametrize("small_filesystem", [192 << 20], indirect=True)
 def test_a_directory_in_trouble_at_start_joins_a_running_engine(
     tmp_path: Path,
@@ -373,6 +372,7 @@ def test_a_directory_in_trouble_at_start_joins_a_running_engine(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     trouble: str,
+    mend: str,
     kind: str,
 ) -> None:
     """Its filesystem is read-only, full, or not mounted: the engine computes, says so once, and stores and hits when
@@ -388,22 +388,12 @@ def test_a_directory_in_trouble_at_start_joins_a_running_engine(
     drive.symlink_to(small_filesystem.path / "drive")
     drive.readlink().mkdir()
     path = drive / "kv"
-    if trouble == "readonly":
-        small_filesystem.make_read_only()
-    elif trouble == "full":
-        small_filesystem.fill()
-    else:
-        small_filesystem.take_away()
+    getattr(small_filesystem, trouble)()
     engine = SlowEngine(tmp_path, last={"kind": kind, "path": str(path), "capacity": "64MiB"})
     for _ in range(2):
         assert engine.generate(PROMPTS) == [0, 0]
         engine.reset_prefix_cache()
-    if trouble == "readonly":
-        small_filesystem.make_writable()
-    elif trouble == "full":
-        small_filesystem.drain()
-    else:
-        small_filesystem.bring_back()
+    getattr(small_filesystem, mend)()
     deadline = time.monotonic() + DEADLINE_S
     while engine.generate(PROMPTS) != FULL_TOKENS:
         assert time.monotonic() < deadline
@@ -416,12 +406,12 @@ def test_a_directory_in_trouble_at_start_joins_a_running_engine(
     assert len(about_it) == len(set(about_it)), "each once"
 
 
+@pytest.mark.usefixtures("hanging_slab")
 def test_a_tier_that_hangs_while_it_is_opened_delays_no_other(
-    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, hang: Callable[[], threading.Event]
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor the start for longer than ``START_WAIT_S``."""
     gate.set()
-    hang()
     monkeypatch.setattr(serving_tiers, "START_WAIT_S", 0.2)
     engine = SlowEngine(tmp_path, memory("64MiB").tier)
     engine.settle()
