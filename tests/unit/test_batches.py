@@ -255,16 +255,6 @@ def test_a_chunk_that_is_given_up_before_its_transfer_is_not_moved(
     assert "unexpected" not in caplog.text
 
 
-class Clock:
-    """A clock that only the test advances."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 class LookingMover(FaultyMover):
     """Reports which transfers have ended."""
 
@@ -285,12 +275,12 @@ class LookingMover(FaultyMover):
 
 def test_a_late_chunk_holds_its_batch_for_a_tenth_of_a_second(make: Make, tmp_path: Path) -> None:
     """Also if the mover reports which transfers have ended, and the pump leaves batches alone until then."""
-    clock, mover = Clock(), LookingMover(CopyMover())
-    rig = make("per_layer", mover, link=tree(tmp_path / "t"), clock=clock)
+    now_s, mover = [1000.0], LookingMover(CopyMover())
+    rig = make("per_layer", mover, link=tree(tmp_path / "t"), clock=lambda: now_s[0])
     chunks = [rig.chunk(n, blocks_of(n)) for n in range(6)]
     assert rig.store(1, chunks) == (OK,) * 6
     mover.script = [Fault(0, FaultKind.LATE, op=Op.READ, amount=10**9, every=True)]
-    clock.now_s += 1.0
+    now_s[0] += 1.0
     try:
         rig.engine.submit_load(2, chunks)
         until(lambda: mover.submitted.count(Op.READ) == 6)
@@ -300,7 +290,7 @@ def test_a_late_chunk_holds_its_batch_for_a_tenth_of_a_second(make: Make, tmp_pa
             transfer.polls_left = 0
         until(lambda: sum(transfer.state is TransferState.DONE for transfer in batch.transfers) == 5)
         assert rig.engine.in_flight.chunks == 6
-        clock.now_s += 0.11
+        now_s[0] += 0.11
         until(lambda: rig.engine.in_flight.chunks == 1)
     finally:
         late.polls_left = 0
@@ -327,8 +317,8 @@ def test_direct_loads_go_through_staging_once_one_was_late(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also where those that end earlier part from it, which does not make it any younger."""
-    clock, mover = Clock(), FaultyMover(CopyMover())
-    rig = make("direct_blocks", mover, link=tree(tmp_path / "t"), clock=clock, load_timeout_s=1e9)
+    now_s, mover = [1000.0], FaultyMover(CopyMover())
+    rig = make("direct_blocks", mover, link=tree(tmp_path / "t"), clock=lambda: now_s[0], load_timeout_s=1e9)
     plan, in_flight = rig.engine.paths.link_memory.plans[0], rig.engine.in_flight
     chunks, wanted = [rig.chunk(n, blocks_of(n)) for n in range(3)], rig.bytes_of(range(12))
     assert rig.store(1, chunks) == (OK,) * 3
@@ -344,13 +334,13 @@ def test_direct_loads_go_through_staging_once_one_was_late(
         for transfer in arrived:
             transfer.polls_left = 0
         until(lambda: all(transfer.state is TransferState.DONE for transfer in arrived))
-        clock.now_s = 1000.0 + arrives_s
+        now_s[0] = 1000.0 + arrives_s
         until(lambda: in_flight.chunks == 2 - number)
 
     try:
         part(0, 10.0)
         assert plan.path == "direct"
-        clock.now_s = 1000.0 + 30.0
+        now_s[0] = 1000.0 + 30.0
         until(lambda: plan.path == plan.packed)
         part(1, 40.0)
         assert plan.path == plan.packed

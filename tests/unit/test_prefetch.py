@@ -176,20 +176,15 @@ def test_one_that_gets_no_slot_for_too_long_is_dropped(make: MakeChain) -> None:
     assert bring(chain) == [(key(11), FILE)], "once there is room"
 
 
-def test_a_prefix_ends_where_a_chunk_is_nowhere(make: MakeChain) -> None:
+def test_a_prefix_ends_where_a_chunk_is_in_no_tier_that_is_allowed(make: MakeChain) -> None:
     chain = make()
     on_file_only(chain, 1, 3, 5)
+    foretell(chain, 1, allowed=frozenset({MEMORY}))
+    assert bring(chain) == []
     foretell(chain, 1, 2, 3)
     assert bring(chain) == [(key(1), FILE)]
     foretell(chain, 5, 4, 3, is_prefix=False)
     assert bring(chain) == [(key(5), FILE), (key(3), FILE)], "a window has no beginning"
-
-
-def test_only_tiers_that_are_allowed_are_read(make: MakeChain) -> None:
-    chain = make()
-    on_file_only(chain, 1)
-    foretell(chain, 1, allowed=frozenset({MEMORY}))
-    assert bring(chain) == []
 
 
 def test_a_bucket_is_asked_first_and_then_read(make: MakeChain) -> None:

@@ -246,12 +246,8 @@ class HeldReading:
     """A digest whose every read waits for ``end``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
-        self.stop, self._begun, self._go_on, self._read = (
-            threading.Event(),
-            threading.Event(),
-            threading.Event(),
-            os.preadv,
-        )
+        self.stop, self._begun, self._go_on = (threading.Event() for _ in range(3))
+        self._read = os.preadv
         self._error: NamespaceError | None = None
         monkeypatch.setattr(os, "preadv", self._wait_and_read)
         self._thread = threading.Thread(target=self._digest, args=(str(model),))
@@ -276,25 +272,15 @@ class HeldReading:
         return str(self._error)
 
 
-def become_a_pipe(model: Path) -> None:
-    (model / "long.bin").unlink()
-    os.mkfifo(model / "long.bin")
-
-
-def append(model: Path) -> None:
-    with (model / "long.bin").open("ab") as file:
-        file.write(b"1")
-
-
 @pytest.mark.parametrize(
     ("change", "file"),
     [
-        (append, "long.bin"),
+        (lambda model: os.truncate(model / "long.bin", 10_001), "long.bin"),
         (lambda model: flip(model / "long.bin", 0), "long.bin"),
         (lambda model: os.truncate(model / "long.bin", 1), "long.bin"),
         (lambda model: (model / "long.bin").unlink(), "long.bin"),
         (lambda model: os.replace(model / "config.json", model / "long.bin"), "long.bin"),
-        (become_a_pipe, "long.bin"),
+        (lambda model: ((model / "long.bin").unlink(), os.mkfifo(model / "long.bin")), "long.bin"),
         (lambda model: (model / "new.bin").touch(), "new.bin"),
         (shutil.rmtree, "(long.bin|model)"),
     ],
