@@ -71,7 +71,8 @@ def _nothing_left_behind() -> Iterator[None]:
     yield
     deadline = time.monotonic() + _GRACE_S
     while True:
-        left = [thread.name for thread in threading.enumerate() if thread not in threads and not _is_foreign(thread)]
+        new_threads = [each for each in set(threading.enumerate()) - threads if each.name != _FAULT_PROXY]
+        left = [each.name for each in new_threads if type(each).__name__ not in _FOREIGN_THREADS]
         new = [name for pid, name in _children().items() if pid not in children]
         left += [name for name in new if not any(foreign in name for foreign in _FOREIGN_CHILDREN)]
         if not left or time.monotonic() > deadline:
@@ -92,10 +93,6 @@ def _why_no_gpu() -> str:
     if not torch.cuda.is_available():
         return "no CUDA device: torch finds none (what does nvidia-smi say?)"
     return ""
-
-
-def _is_foreign(thread: threading.Thread) -> bool:
-    return type(thread).__name__ in _FOREIGN_THREADS or thread.name == _FAULT_PROXY
 
 
 def _children() -> dict[int, str]:

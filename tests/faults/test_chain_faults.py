@@ -24,8 +24,6 @@ from tests.unit.link_rig import Watched
 OK, FAILED, CORRUPT, DROPPED, TAINTED = (Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED, Outcome.TAINTED)
 Make = Callable[..., ChainRig]
 LOAD_TIMEOUT_S = 30.0
-
-
 make = pytest.fixture(chain_rigs)
 
 

@@ -25,8 +25,6 @@ from tests.unit.engine_rig import NUM_BLOCKS, SHAPES, Clock, HangingSlab, Raisin
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
 Make = Callable[..., Rig]
-
-
 make = pytest.fixture(rigs)
 
 

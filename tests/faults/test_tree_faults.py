@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import socket
 import stat
 import threading
 import time
@@ -49,11 +48,6 @@ def open_files() -> int:
 # -- the files ------------------------------------------------------------------------------------------------------
 
 
-def _bind(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(path.parent):
-        server.bind(path.name)
-
-
 def _make_device(path: Path) -> None:
     try:
         os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # as /dev/zero
@@ -69,7 +63,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "symlink": lambda path: path.rename(path.with_name("elsewhere")) and path.symlink_to("elsewhere"),
     "directory": lambda path: (path.unlink(), path.mkdir()),
     "pipe": lambda path: (path.unlink(), os.mkfifo(path)),
-    "socket": lambda path: (path.unlink(), _bind(path)),
+    "socket": lambda path: (path.unlink(), os.mknod(path, stat.S_IFSOCK | 0o600)),
     "device": lambda path: (path.unlink(), _make_device(path)),
 }
 

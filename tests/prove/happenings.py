@@ -66,35 +66,20 @@ def _cut(mine: Piece, other: Piece, share: float) -> None:
     mine.write(data[: int(len(data) * share)])
 
 
-def _lengthen(mine: Piece, other: Piece, share: float) -> None:
-    mine.write(mine.read() + os.urandom(1 + int(8192 * share)))
-
-
 def _swap(mine: Piece, other: Piece, share: float) -> None:
     first, second = mine.read(), other.read()
     mine.write(second)
     other.write(first)
 
 
-def _replace(mine: Piece, other: Piece, share: float) -> None:
-    mine.write(other.read())
-
-
-def _delete(mine: Piece, other: Piece, share: float) -> None:
-    if mine.is_file:
-        mine.path.unlink()
-    else:
-        mine.write(b"")
-
-
 DAMAGES: Final[Mapping[str, Callable[[Piece, Piece, float], None]]] = {
     "flipped": _flip,
     "truncated": _cut,
     "emptied": lambda mine, other, _: _cut(mine, other, 0.0),
-    "long": _lengthen,
+    "long": lambda mine, _, share: mine.write(mine.read() + os.urandom(1 + int(8192 * share))),
     "swapped": _swap,
-    "another's": _replace,
-    "deleted": _delete,
+    "another's": lambda mine, other, _: mine.write(other.read()),
+    "deleted": lambda mine, *_: mine.path.unlink() if mine.is_file else mine.write(b""),
 }
 """Damages the first piece, and ``swapped`` the second, too: another chunk. The number says where, as a share of the
 length. What a slot of a slab cannot have, such as another length, is zeros. Raises FileNotFoundError if one is gone.

@@ -11,21 +11,16 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from nixl_offload.identity.namespace import SHARD_ORDER, Namespace, make_namespace
+from nixl_offload.identity.namespace import SHARD_ORDER, make_namespace
 from nixl_offload.stores.directory import TreeStore
 from tests.unit.stored_rig import put_image, put_manifest, stored_namespace
 
 CHUNKS = 3
 
 
-def by_heads() -> Namespace:
-    """As ``stored_namespace``, of chunks that are cut by their heads into as many shards."""
-    return make_namespace(replace(stored_namespace().fields, ranks=("ab",), shard_order=SHARD_ORDER, settings={}))
-
-
-@pytest.fixture(params=[stored_namespace, by_heads])
+@pytest.fixture(params=[{}, {"ranks": ("ab",), "shard_order": SHARD_ORDER, "settings": {}}], ids=["uncut", "by heads"])
 def tree(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    store, space = TreeStore(str(tmp_path)), request.param()
+    store, space = TreeStore(str(tmp_path)), make_namespace(replace(stored_namespace().fields, **request.param))
     for number in range(CHUNKS):
         put_image(store, space, number)
     put_manifest(store, space)

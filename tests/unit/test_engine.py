@@ -24,8 +24,6 @@ from tests.unit.stored_rig import flip
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
 Make = Callable[..., Rig]
-
-
 make = pytest.fixture(rigs)
 
 

@@ -145,17 +145,12 @@ def test_forged_shards_are_misses(tmp_path: Path, kind: str, way: str, shape: st
         assert servers.stored(writer)[PAGE : PAGE + 8] == bytes([7]) * 8, "it is stored anew"
 
 
-def _without_authenticate(manifest: dict[str, Any]) -> object:
-    del manifest["fields"]["settings"]["authenticate"]
-    return manifest
-
-
 def _with(**fields: Any) -> Callable[[dict[str, Any]], object]:
     return lambda manifest: {**manifest, "fields": {**manifest["fields"], **fields}}
 
 
 FORGED: Final[dict[str, Callable[[dict[str, Any]], object]]] = {
-    "no authenticate": _without_authenticate,
+    "no authenticate": lambda manifest: manifest["fields"]["settings"].pop("authenticate") and manifest,
     **{f"{n!r:.9} shards": _with(shards=n) for n in (10**9, -1, 10**400, 1e308, "1", None, True, [], {})},
     "no groups": _with(groups=[]),
     "text for groups": _with(groups="x"),
@@ -174,11 +169,6 @@ def _write(data: bytes, path: Path) -> None:
     path.write_bytes(data)
 
 
-def _write_a_terabyte(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(1 << 40)  # no space is taken
-
-
 PLANTED: Final[dict[str, Callable[[Path], object]]] = {
     **{
         f"bytes {data[:9]!r}": partial(_write, data)
@@ -188,7 +178,7 @@ PLANTED: Final[dict[str, Callable[[Path], object]]] = {
         f"a link to {to}": partial(os.symlink, to)
         for to in ("/etc/passwd", "/dev/zero", "manifest.json", "/proc/self/environ")
     },
-    "a terabyte": _write_a_terabyte,
+    "a terabyte": lambda path: (path.touch(), os.truncate(path, 1 << 40)),  # no space is taken
     "a pipe": os.mkfifo,
     "a directory": os.mkdir,
 }

@@ -177,16 +177,12 @@ PAGE = make_shard()[:HEADER_BYTES]
         (lambda page: reseal(page, 80, "<H", 65), "key", "65 bytes"),
         (lambda page: reseal(page, 80, "<H", 0), "key", "0 bytes"),
         (lambda page: reseal(page, 54, "<H", BLOCKS), "blocks", "first valid one 4"),
-        (lambda page: reseal(page, 200, "<Q", 1), None, ""),
     ],
 )
-def test_each_reason_names_what_was_found(spoil: Callable[[Bytes], Bytes], why: str | None, words: str) -> None:
-    page = spoil(PAGE)
-    if why is None:
-        decode_header(page)
-        return
+def test_each_reason_names_what_was_found(spoil: Callable[[Bytes], Bytes], why: str, words: str) -> None:
+    decode_header(reseal(PAGE, 200, "<Q", 1))
     with pytest.raises(FormatError, match=words) as caught:
-        decode_header(page)
+        decode_header(spoil(PAGE))
     assert caught.value.reason == why
 
 
@@ -240,11 +236,10 @@ def test_damage_is_the_error_of_its_row_alone(lacking: bool) -> None:
         damaged = pages.copy()
         damaged[place % 6, place] ^= 0x10
         assert list(check_headers(damaged, expect, may_lack_checksums=lacking).errors) == [place % 6]
-    for changes in (bytes(32), expect.keys, 3, 4, 1000), (expect.namespace, expect.keys[::-1], 3, 4, 1000):
-        other = ExpectedRows(*changes)
-        assert set(check_headers(pages, other, may_lack_checksums=lacking).errors) == set(range(6))
-    for group, blocks, block_bytes in ((4, 4, 1000), (3, 5, 1000), (3, 4, 1001)):
-        other = ExpectedRows(expect.namespace, expect.keys, group, blocks, block_bytes)
+    of, keys = expect.namespace, expect.keys
+    sizes = [(of, keys, *each) for each in ((4, 4, 1000), (3, 5, 1000), (3, 4, 1001))]
+    for others in ((bytes(32), keys, 3, 4, 1000), (of, keys[::-1], 3, 4, 1000), *sizes):
+        other = ExpectedRows(*others)
         assert set(check_headers(pages, other, may_lack_checksums=lacking).errors) == set(range(6))
     unknown = np.stack([reseal(page, 12, "<H", 2) for page in pages])
     errors = check_headers(unknown, expect, may_lack_checksums=lacking).errors

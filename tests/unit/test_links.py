@@ -29,8 +29,6 @@ from tests.unit.link_rig import drafts, object_files, objects, shards, tree
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
 Make = Callable[..., Rig]
-
-
 make = pytest.fixture(rigs)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.errors import MoverError, MoverUnavailableError
-from nixl_offload.movers.base import MemoryId, MemoryKind, MemoryRegion, Mover, Op, open_file
+from nixl_offload.movers.base import MemoryId, MemoryKind, MemoryRegion, Op, open_file
 from nixl_offload.movers.pinning import held
 from nixl_offload.movers.select import SCRATCH_BYTES, open_mover
 from nixl_offload.movers.threaded import CopyMover
@@ -55,11 +55,9 @@ def test_what_is_passed_over_for_device_memory_is_told_why(tmp_path: Path, caplo
 
 def test_a_probe_believes_bytes_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mover that says DONE but moves other bytes is passed over."""
-
-    def liar(name: str, **_tuning: int) -> Mover:
-        return FaultyMover(CopyMover(), [Fault(1, FaultKind.CORRUPT, amount=9)] if name != "copy" else [])
-
-    monkeypatch.setattr("nixl_offload.movers.select.make_mover", liar)
+    lie = Fault(1, FaultKind.CORRUPT, amount=9)
+    make = "nixl_offload.movers.select.make_mover"
+    monkeypatch.setattr(make, lambda name, **_: FaultyMover(CopyMover(), [lie] if name != "copy" else []))
     opened = open_mover("auto", MemoryKind.DRAM, str(tmp_path))
     opened.mover.close()
     assert [(probe.name, probe.ok) for probe in opened.report] == [

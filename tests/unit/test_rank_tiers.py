@@ -147,10 +147,7 @@ def test_no_sleep_while_what_was_replaced_has_not_ended(
     def open_tier(position: int) -> TierEngine:
         return engine if hangs == "closing" or answers.wait(20) else None  # type: ignore[return-value]
 
-    def close_slowly(deadline_s: float) -> bool:
-        return answers.wait(20) and close(deadline_s)
-
-    monkeypatch.setattr(engine, "close", close_slowly)
+    monkeypatch.setattr(engine, "close", lambda deadline_s: answers.wait(20) and close(deadline_s))
     tiers = _tiers(rig, monkeypatch, open_tier, MEMORY)
     until(lambda: hangs == "opening" or _is_open(rig, tiers, MEMORY))
     tiers.open({}, 1)
