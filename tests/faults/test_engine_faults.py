@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from nixl_offload.engine import jobs, pump
 from nixl_offload.engine.paths import QUARANTINE_S
-from nixl_offload.movers.base import Extents, FileId, MemoryId, Op, Transfer
+from nixl_offload.movers.base import Op, Transfer
 from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
@@ -205,12 +206,10 @@ class CrashingMover(FaultyMover):
 
     crash_at = -1
 
-    def submit(
-        self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
-    ) -> Transfer:
+    def submit(self, *request: Any) -> Transfer:
         if len(self.submitted) == self.crash_at:
             raise RuntimeError("a bug in submit")
-        return super().submit(op, memory, memory_extents, file, file_extents)
+        return super().submit(*request)
 
 
 def test_a_direct_load_that_crashes_keeps_its_blocks_until_its_siblings_end(make: Make) -> None:

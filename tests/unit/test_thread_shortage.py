@@ -95,12 +95,7 @@ def test_a_shared_tier_looks_when_there_are_threads_again(shortage: Shortage) ->
         prober.take_in()
         assert not ended
         shortage(refused=0)
-
-        def have_all_come() -> bool:
-            prober.take_in()
-            return len(ended) == 3
-
-        until(have_all_come)
+        until(lambda: prober.take_in() or len(ended) == 3)
 
 
 def test_a_chain_closes_without_more_threads(tmp_path: Path, shortage: Shortage) -> None:

@@ -186,13 +186,8 @@ def test_a_model_in_one_file_is_that_file_and_what_its_loader_finds_beside_it(tm
         file.write_bytes(b"1")
         seen.add(digest_of(path))
     assert len(seen) == 4
-    for name in (
-        "llama-Q8-00001-of-00002.gguf",
-        "llama-Q4-00002-of-00003.gguf",
-        "llama-Q4.gguf",
-        "README.md",
-        "mmproj.txt",
-    ):
+    others = [f"llama-{of}.gguf" for of in ("Q8-00001-of-00002", "Q4-00002-of-00003", "Q4")]
+    for name in (*others, "README.md", "mmproj.txt"):
         (tmp_path / name).write_bytes(b"1")
     assert digest_of(path) in seen
     assert [file.name for file in list_files(str(path))] == [path.name, beside.name, "mmproj-f16.gguf"], "each once"

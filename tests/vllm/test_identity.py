@@ -287,14 +287,8 @@ def test_loaded_weights_count_where_no_file_tells_which_they_are(build: Build, m
     streamed.model_config.model_weights = "s3://bucket/base"
     unpinned.model_config.model = "org/tiny"
     special.load_config.load_format = "ipc_cache"
-    for vllm_config, *sources in (
-        (base, "org/other"),
-        (base, "my.plugin"),
-        (base, str(tmp_path)),
-        (streamed,),
-        (unpinned,),
-        (special,),
-    ):
+    elsewhere = [(base, source) for source in ("org/other", "my.plugin", str(tmp_path))]
+    for vllm_config, *sources in (*elsewhere, (streamed,), (unpinned,), (special,)):
         found = {loaded(vllm_config, *sources, weights=weights) for weights in ("ab", "cd", None, None)}
         assert len(found) == 4, "ranks that cannot tell share with nobody"
         assert None not in found
@@ -307,11 +301,8 @@ def test_another_source_counts_by_its_files(build: Build, models: Path) -> None:
     found = {
         namespace(build(), ranks=[replace(rank, sources=source)], weights={str(models): digest}).digest
         for digest, source in (
-            ("", ("org/x",)),
-            ("", ("org/y",)),
-            ("b", (str(models),)),
-            ("c", (str(models),)),
-            ("", ()),
+            *(("", ("org/x",)), ("", ("org/y",)), ("", ())),
+            *(("b", (str(models),)), ("c", (str(models),))),
         )
     }
     assert len(found) == 5

@@ -37,8 +37,6 @@ from nixl_offload.vllm.messages import TicketSpec
 from tests.unit.device_rig import ThreadedDevice
 from tests.vllm.rank_rig import DEADLINE_S, Rig, gpu
 
-Log = pytest.LogCaptureFixture
-
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
@@ -330,7 +328,7 @@ def test_no_two_tiers_start_a_library_at_once(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_directory_that_hangs_does_not_hold_up_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Log
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On a device: it is measured neither then nor once it answers, and the other tier has its plan."""
     go_on, measured = threading.Event(), []
