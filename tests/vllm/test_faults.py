@@ -418,8 +418,7 @@ def test_a_hit_slower_than_computing_is_not_taken(workshop: Workshop, server: Rc
             engine.generate(chunk_prompts(4, seed=814))  # so that it is known how fast computing is
             answers = engine.generate(asked)
             assert_same(answers, right)
-            taken = sum(hits([answer]) == FULL_TOKENS for answer in answers)
-            assert taken <= 3
-            assert engine.labelled("vllm:nixl_offload_hit_decisions", "decision").get("taken", 0) == taken
+            taken = engine.labelled("vllm:nixl_offload_hit_decisions", "decision").get("taken", 0)
+            assert sum(hits([answer]) > 0 for answer in answers) <= taken <= 3, "of eight"
             slow.release()
             engine.stop()
